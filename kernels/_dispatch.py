@@ -12,18 +12,11 @@ import importlib
 import inspect
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from zenjax._src.core import compat
 from zenjax._src.core.arguments import Kernels
 
 # The module with the kernels of each platform, which is imported when needed.
 _MODULES = {"tpu": "zenjax.kernels.tpu", "cuda": "zenjax.kernels.gpu"}
-# Devices on which kernels are at least as fast as the reference, and the
-# committed result that shows it. Only a measurement on the hardware counts:
-# fewer bytes do not prove that a kernel is faster.
-MEASURED = {"NVIDIA H200": "gpu-h200.json"}
 
 _interpreted: contextvars.ContextVar[tuple[str, Any] | None] = (
   contextvars.ContextVar("interpreted", default=None)
@@ -47,31 +40,18 @@ def interpreted(platform: str, how: Any = True) -> Iterator[None]:
     _interpreted.reset(token)
 
 
-def _target() -> tuple[str, str]:
-  """Returns the platform and the kind of the devices of a traced program.
+def _platform() -> str:
+  """Returns the platform of a traced program.
 
   In JAX 0.10.0, an abstract mesh has only the kind of its devices, so the
   platform is derived from the kind.
   """
   kind = compat.device_kind()
   if kind == "cpu":
-    return "cpu", kind
+    return "cpu"
   if kind.startswith("TPU"):
-    return "tpu", kind
-  return "rocm" if kind.startswith(("AMD", "gfx")) else "cuda", kind
-
-
-def _as_measured(args: tuple[Any, ...]) -> bool:
-  """Returns True for arguments like the measured ones: float32 rows.
-
-  It returns False if JAX warns of each Triton kernel, because users may turn
-  warnings into errors.
-  """
-  if compat.TRITON_GOES:
-    return False
-  arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
-  values = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
-  return all([x.dtype == jnp.float32 and x.shape[-1] > 1 for x in values])
+    return "tpu"
+  return "rocm" if kind.startswith(("AMD", "gfx")) else "cuda"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +67,13 @@ class Operation:
   reference: Callable[..., Any]
 
   def __call__(
-    self, *args: Any, kernels: Kernels = "auto", **kwargs: Any
+    self, *args: Any, kernels: Kernels = "xla", **kwargs: Any
   ) -> Any:
     """Runs the operation.
 
     Args:
       *args, **kwargs: The arguments of the reference.
-      kernels: `"xla"` runs the reference and `"pallas"` the kernel. `"auto"`
-        runs the kernel on devices where it was measured to be at least as fast,
-        and the reference elsewhere.
+      kernels: `"xla"` runs the reference, and `"pallas"` the kernel.
 
     Raises:
       NotImplementedError: `kernels` is `"pallas"`, and no kernel supports these
@@ -104,21 +82,13 @@ class Operation:
     args = inspect.signature(self.reference).bind(*args, **kwargs).args
     if kernels == "xla":
       return self.reference(*args)
-    platform, kind = _target()
-    if kernels == "auto":
-      if kind not in MEASURED or not _as_measured(args):
-        return self.reference(*args)
-      try:
-        return self.kernel(platform)(*args)
-      except NotImplementedError:
-        return self.reference(*args)
-    platform, interpret = _interpreted.get() or (platform, False)
+    platform, interpret = _interpreted.get() or (_platform(), False)
     try:
       return self.kernel(platform)(*args, interpret=interpret)
     except NotImplementedError as error:
       raise NotImplementedError(
         f"`kernels='pallas'` has no kernel of `{self.name}` for these"
-        f" arguments on {platform}: it needs {error}. Use `kernels='auto'`,"
+        f" arguments on {platform}: it needs {error}. Use `kernels='xla'`,"
         " which runs everywhere."
       ) from error
 

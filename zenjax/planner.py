@@ -20,6 +20,9 @@ from zenjax._src.planner.table_plan import plan_tables
 from zenjax._src.planner.table_plan import TableForm
 from zenjax._src.planner.table_plan import TablePlan
 from zenjax._src.planner.table_program import Program
+from zenjax._src.planner.utility import Utility
+from zenjax._src.planner.utility import utility
+from zenjax._src.planner.utility import UtilityWay
 from zenjax._src.report.stats import profile
 from zenjax._src.sync.plans import LeafPlan
 from zenjax._src.sync.plans import Plan
@@ -41,5 +44,8 @@ __all__ = (
   "TablePlan",
   "Topology",
   "traces",
+  "utility",
+  "Utility",
+  "UtilityWay",
   "Work",
 )

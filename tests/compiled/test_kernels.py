@@ -126,11 +126,9 @@ def test_kernel_compiles(chip, name, shape):
 @pytest.mark.parametrize(
   ("chip", "dtype", "kernels", "taken"),
   [
-    # JAX before 0.12 does not warn of kernels on GPUs.
-    (H200, jnp.float32, "auto", jax.__version_info__ < (0, 12)),
-    (H200, jnp.bfloat16, "auto", False),
+    (H200, jnp.float32, "xla", False),
     (H200, jnp.bfloat16, "pallas", True),
-    ("v5e:2x4", jnp.float32, "auto", False),
+    ("v5e:2x4", jnp.float32, "xla", False),
     ("v5e:2x4", jnp.float32, "pallas", True),
   ],
 )

@@ -222,7 +222,7 @@ def test_kernels_are_never_replaced(make, form):
   with pytest.raises(NotImplementedError) as error:
     mapped.lower(jnp.zeros(TABLE.shape))
   first = {"array": "`mask_pack`", "rows": "`merge`"}[form]
-  names(error, "`kernels='pallas'`", first, "on cpu", "kernels='auto'")
+  names(error, "`kernels='pallas'`", first, "on cpu", "kernels='xla'")
 
 
 def test_sizes_and_dtypes_that_fit():

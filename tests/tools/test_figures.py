@@ -14,8 +14,6 @@ import tomllib
 import pytest
 
 from benchmarks import run
-from zenjax.kernels import _dispatch
-from zenjax.kernels.operations import OPERATIONS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -75,8 +73,10 @@ def test_sources_are_there():
       assert (ROOT / source).is_file(), source
       if source.endswith(".json"):
         found = json.loads((ROOT / source).read_text("utf-8"))
-        rounds = [len(x["times_s"]) for x in found["results"] if "times_s" in x]
-        assert found["complete"] or min(rounds) >= 2, source
+        # A run that was stopped has fewer rounds.
+        assert found["complete"] or all(
+          len(x["times_s"]) >= 2 for x in found["results"]
+        ), source
         assert found["environment"]["git_dirty"] is False, source
 
 
@@ -176,10 +176,19 @@ def of_one_gpu(found: dict) -> set[str]:
     if "all of zen_sync" in x["group"]
   }
   shown = set()
-  for form in ("hash", "columns", "rows", "rows, no pins"):
-    xla, kernels = [times[f"zen {form} {x}"] for x in ("xla", "pallas")]
+  for form in ("hash", "columns", "rows", "rows, first", "rows, no pins"):
+    xla, kernels = [times.get(f"zen {form} {x}") for x in ("xla", "pallas")]
+    if not xla or not kernels:
+      continue  # The last name is that of an older run.
     shown |= {f"{kernels / (4 * times['copy']):.2f}", f"{xla / kernels:.2f}"}
   return shown
+
+
+def of_steps_on_one_gpu(found: dict) -> set[str]:
+  """Milliseconds, and megabytes beside parameters and state."""
+  assert found["environment"]["device_kind"] == "NVIDIA H200"
+  mb = {f"{x['facts']['temporary'] / 1e6:,.0f}" for x in found["results"]}
+  return mb | {f"{median(x) * 1e3:.1f}" for x in found["results"]}
 
 
 def of_compressed(found: dict) -> set[str]:
@@ -196,7 +205,11 @@ COMPUTED: dict[str, Callable[[dict], set[str]]] = {
   "adds-": of_steps,
   "compile": of_compiling,
   "compressed-": of_compressed,
-  "gpu-": of_one_gpu,
+  "gpu-h200": of_one_gpu,
+  "gpu-step-": of_steps_on_one_gpu,
+  "gpu-tables-": of_tables,
+  "gpu-compressed-": of_compressed,
+  "cores-": of_tables,
 }
 SHOWN = [
   (page, source)
@@ -212,20 +225,3 @@ def test_pages_say_what_results_hold(page, source):
   (compute,) = (f for start, f in COMPUTED.items() if name.startswith(start))
   shown = compute(json.loads((ROOT / source).read_text("utf-8")))
   assert set(SOURCES[page][source]) <= shown
-
-
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("gpu-*.json")))
-def test_kernels_taken_unasked_are_no_slower(path):
-  """On the kind of device that the result is of, up to a launch's noise."""
-  found = json.loads(path.read_text("utf-8"))
-  kind = found["environment"]["device_kind"]
-  times = {
-    (x["group"], x["name"]): median(x) for x in found["results"] if x["times_s"]
-  }
-  for (group, form), seconds in times.items():
-    if not form.endswith(" pallas"):
-      continue
-    if form.split()[0] in OPERATIONS:
-      assert (RESULTS / _dispatch.MEASURED[kind]).is_file()
-    xla = times[group, form.removesuffix("pallas") + "xla"]
-    assert seconds < xla * 1.05, (group, form)

@@ -25,7 +25,7 @@ SchemeName = Literal[
 ]
 Unit = Literal["auto", "row", "element"] | int
 Partition = Literal["hash", "columns"] | int
-Kernels = Literal["auto", "xla", "pallas"]
+Kernels = Literal["xla", "pallas"]
 
 
 class Capacity(NamedTuple):

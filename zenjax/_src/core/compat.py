@@ -16,10 +16,6 @@ from jax.interpreters import batching
 from jax.interpreters import mlir
 from jax.typing import DTypeLike
 
-# From 0.12 on, JAX warns of every kernel that Pallas compiles with Triton,
-# because it will stop supporting Triton.
-TRITON_GOES = jax.__version_info__ >= (0, 12)
-
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
   """Returns the mesh axes over which `x` varies, according to its type.

@@ -197,7 +197,7 @@ def plan(
       question,
       compute_seconds=compute_seconds,
       wire_dtypes=_wires(wire_dtypes),
-      compressors=_compressors(compressors),
+      compressors=compressors_of(compressors),
       capacities=pins,
     )
   )
@@ -321,7 +321,8 @@ def _wires(dtypes: Any) -> tuple[str, ...]:
   return tuple(jnp.dtype(wire).name for wire in wires)
 
 
-def _compressors(given: Any) -> tuple[Compressor, ...]:
+def compressors_of(given: Any) -> tuple[Compressor, ...]:
+  """Returns compressors that a user gave, or raises TypeError."""
   given = (given,) if isinstance(given, Compressor) else tuple(given)
   for compressor in given:
     if not isinstance(compressor, Compressor):
@@ -415,7 +416,7 @@ def predictions(question: Question) -> list[dict[Way, Prediction]]:
         for compressor in question.compressors:
           way = PMEAN._replace(compressor=str(compressor))
           shape = gradient.shape
-          ways[way] = compressed(question.model, compressor, shape)
+          ways[way] = compressed(question.model, compressor, [shape])
     elif question.topology.devices > 1:
       narrower = [
         name
@@ -431,14 +432,23 @@ def predictions(question: Question) -> list[dict[Way, Prediction]]:
 
 
 def compressed(
-  model: CostModel, compressor: Compressor, shape: tuple[int, ...]
+  model: CostModel,
+  compressor: Compressor,
+  shapes: Sequence[tuple[int, ...]],
+  local_s: float | None = None,
 ) -> Prediction:
-  """Predicts the compressed sum of a dense leaf.
+  """Predicts the compressed sum of dense leaves.
 
-  Leaves of one compressor share its exchange.
+  Args:
+    model: The machine.
+    compressor: Leaves of one compressor share its exchange.
+    shapes: The shapes of the leaves.
+    local_s: Time to encode and decode; by default it is predicted.
   """
-  messages = compressor.messages([shape], model.context)
-  local_s = _PASSES * 4 * math.prod(shape) * model.work.mask_byte
+  messages = compressor.messages(shapes, model.context)
+  if local_s is None:
+    size = 4 * sum(map(math.prod, shapes))
+    local_s = _PASSES * size * model.work.mask_byte
   return model.of_messages(str(compressor), messages, local_s=local_s)
 
 

@@ -90,7 +90,7 @@ class ExchangePlan:
   most_pull: int
   tables: tuple[Table, ...]
   rooms: tuple[int, ...] = ()
-  kernels: Kernels = "auto"
+  kernels: Kernels = "xla"
 
   @property
   def first_rows(self) -> np.ndarray:
@@ -137,7 +137,7 @@ def plan_table(
   seed: int = 0,
   hash_offset: int = 0,
   contiguous: bool = False,
-  kernels: Kernels = "auto",
+  kernels: Kernels = "xla",
 ) -> ExchangePlan:
   """Plans tables that are concatenated to one, or a single table.
 

@@ -660,7 +660,7 @@ def sharded_optimizer(
   wire_dtype: Any = None,
   capacities: Capacities = None,
   mesh: Any = None,
-  kernels: Kernels = "auto",
+  kernels: Kernels = "xla",
   hash_seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
   """Synchronizes gradients, and shards the optimizer state of tables.
@@ -700,8 +700,7 @@ def sharded_optimizer(
       all or by leaf name. `zenjax.tune` finds them for you.
     mesh: The mesh of a step in plain `jit`, if neither `jax.set_mesh` nor the
       types of gradients and parameters tell.
-    kernels: `"xla"`, `"pallas"`, or `"auto"`, which takes a kernel where it was
-      measured to be no slower. Only for replicated tables.
+    kernels: `"xla"` or `"pallas"`, as for `zen_sync`, for replicated tables.
     hash_seed: Draws another hash for replicated tables.
 
   Returns:

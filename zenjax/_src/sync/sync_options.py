@@ -68,7 +68,7 @@ def check(
   capacities: Capacities = None,
   plan: plans.Plan | None = None,
   mesh: jax.sharding.Mesh | None = None,
-  kernels: Kernels = "auto",
+  kernels: Kernels = "xla",
   hash_seed: int = 0,
 ) -> Options:
   """Returns the options of a `zen_sync` with these arguments.
@@ -79,7 +79,7 @@ def check(
   """
   arguments.one_of("scheme", scheme, _SCHEMES)
   arguments.one_of("output", output, ["same", "dense", "rows"])
-  arguments.one_of("kernels", kernels, ["auto", "xla", "pallas"])
+  arguments.one_of("kernels", kernels, ["xla", "pallas"])
   if op is not None:
     arguments.one_of("op", op, ["mean", "sum"])
   axes = arguments.axes(axis_name)

@@ -40,7 +40,7 @@ def zen_sync(
   capacities: Capacities = None,
   plan: Plan | None = None,
   mesh: jax.sharding.Mesh | None = None,
-  kernels: Kernels = "auto",
+  kernels: Kernels = "xla",
   hash_seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over devices, and sends only nonzero rows.
@@ -118,7 +118,6 @@ def zen_sync(
       gradients' types tell.
     kernels: `"xla"` for plain JAX, `"pallas"` for kernels written for TPUs and
       NVIDIA GPUs, which give the same bits, and an error where there is none.
-      `"auto"` takes a kernel on devices where it was measured to be no slower.
     hash_seed: Draws another hash.
 
   Returns:

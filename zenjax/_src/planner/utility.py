@@ -1,0 +1,303 @@
+"""`utility`: whether compressed gradients would shorten a step at all."""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import math
+import os
+from typing import Any
+
+from zenjax._src.compress.compressor import Compressor
+from zenjax._src.compress.low_bit import LowBit
+from zenjax._src.compress.power_sgd import PowerSGD
+from zenjax._src.compress.sign import Sign
+from zenjax._src.core import arguments
+from zenjax._src.core import text
+from zenjax._src.core.arguments import AxisName
+from zenjax._src.machine.cost import PMEAN
+from zenjax._src.machine.cost import Prediction
+from zenjax._src.machine.cost import Profile
+from zenjax._src.machine.topologies import Topology
+from zenjax._src.planner import choice
+from zenjax._src.planner import plan_model
+from zenjax._src.planner.plan_model import Gradient
+from zenjax._src.planner.plan_model import Question
+from zenjax._src.schemes.base import Message
+from zenjax._src.sync import plans
+
+# Buckets that are all-reduced while backward still runs, as in torch's DDP, and
+# how much they slow it down: the paper measured 1.04 to 1.1.
+_BUCKET_BYTES = 25 * 2**20
+_CONTENTION = 1.07
+_BACKWARD = 2 / 3  # part of the time to compute a step
+_COMPRESSORS = (LowBit(8), LowBit(4), Sign(), PowerSGD(4))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UtilityWay:
+  """One way to synchronize all gradients, as `zenjax.planner.utility` sees it.
+
+  Attributes:
+    name: `"pmean"`, `"pmean in bfloat16"`, `"zen_sync"` for row gradients of
+      tables and whole dense gradients, or a compressor of dense gradients.
+    seconds: Predicted time of a step.
+    gain: How much shorter a step is than with `pmean`: 0.5 for half the time.
+    wire_bytes: Bytes that a device receives in a step.
+
+  Example:
+    >>> import zenjax
+    >>> zenjax.planner.UtilityWay(
+    ...   name="pmean", seconds=0.2, gain=0.0, wire_bytes=1e6
+    ... ).gain
+    0.0
+  """
+
+  name: str
+  seconds: float
+  gain: float
+  wire_bytes: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Utility:
+  """The answer of `zenjax.planner.utility`. Print it to see a table.
+
+  Attributes:
+    ways: All ways, `pmean` first; compressors only if a leaf is large enough.
+    needed_ratio: How many times fewer bytes of dense gradients the backward
+      pass would hide. To compress them more saves no time.
+    compute_seconds: Time of a step without any exchange.
+    machine: Name of the topology.
+
+  Example:
+    >>> import zenjax
+    >>> way = zenjax.planner.UtilityWay(
+    ...   name="pmean", seconds=0.2, gain=0.0, wire_bytes=1e6
+    ... )
+    >>> zenjax.planner.Utility(
+    ...   ways=(way,), needed_ratio=3.0, compute_seconds=0.1, machine="mine"
+    ... ).best.name
+    'pmean'
+  """
+
+  ways: tuple[UtilityWay, ...]
+  needed_ratio: float
+  compute_seconds: float
+  machine: str
+
+  @property
+  def best(self) -> UtilityWay:
+    """The fastest way; `pmean` if the gain may be an error of predictions."""
+    plain, fastest = self.ways[0], min(self.ways, key=lambda way: way.seconds)
+    return fastest if fastest.gain > plans.ERROR else plain
+
+  def __str__(self) -> str:
+    lines = [
+      (x.name, text.ms(x.seconds), f"{x.gain:+.0%}", text.size(x.wire_bytes))
+      for x in self.ways
+    ]
+    hidden = "the backward pass hides the exchange of dense gradients"
+    if self.needed_ratio > 1:
+      hidden = f"with {self.needed_ratio:.3g} times fewer bytes, {hidden}"
+    return "\n".join(
+      [
+        f"a step on {self.machine}, {text.ms(self.compute_seconds)} ms of it"
+        " computation",
+        *text.columns([("way", "ms", "gain", "received"), *lines]),
+        hidden,
+      ]
+    )
+
+
+def utility(
+  value_and_grad: Callable[..., Any],
+  *args: Any,
+  topology: Topology,
+  compute_seconds: float,
+  backward_seconds: float | None = None,
+  compressors: Sequence[Compressor] = _COMPRESSORS,
+  local_seconds: Mapping[str, float] | None = None,
+  axis_name: AxisName = "data",
+  profile: Mapping[str, Profile] | None = None,
+  trace: str | os.PathLike | None = None,
+) -> Utility:
+  """Predicts whether compressed gradients would shorten a step at all.
+
+  Ask it before you compress. `plan` compares exchanges one after the other.
+  This function also knows that a plain `pmean` overlaps with the backward pass:
+  dense gradients are all-reduced in buckets while others are still computed,
+  and only the last bucket is waited for. Compressors start when all gradients
+  are there. On fast links that is often slower, although it sends less.
+
+  Gradients of tables are complete at the end of the backward pass. `pmean`
+  waits for them, all other ways send their rows by `zen_sync`.
+
+  Args:
+    value_and_grad: As for `plan`.
+    *args: Its arguments on one device: arrays or shapes.
+    topology: The machine, as for `plan`.
+    compute_seconds: Time of a step on one device without any exchange.
+    backward_seconds: The part of it that is the backward pass. By default two
+      thirds.
+    compressors: The compressors to compare.
+    local_seconds: Measured times to encode and decode the gradients of a step,
+      by `str(compressor)`. By default, they are predicted from the memory
+      bandwidth of the topology.
+    axis_name: As for `plan`.
+    profile: As for `plan`.
+    trace: As for `plan`.
+
+  Returns:
+    The predicted steps.
+
+  Raises:
+    TypeError: An argument has a wrong type.
+    ValueError: An argument is out of range or names something unknown.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> def loss(w, x):
+    ...   return jnp.mean((x @ w) ** 2)
+    >>> shapes = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 2
+    >>> ask = lambda network: zenjax.planner.utility(
+    ...   jax.value_and_grad(loss), *shapes, compute_seconds=0.01,
+    ...   topology=zenjax.planner.Topology.network(network, 8, machine="h100"),
+    ... )
+    >>> ask("400 Gbit/s").best.name, ask("1 Gbit/s").best.name
+    ('pmean', 'PowerSGD(4)')
+
+  References:
+    Agarwal et al., [On the Utility of Gradient Compression in Distributed
+    Training Systems](https://arxiv.org/abs/2103.00543), MLSys 2022.
+  """
+  question = plan_model.ask(
+    value_and_grad,
+    args,
+    topology=topology,
+    axis_name=axis_name,
+    profile=profile,
+    trace=trace,
+  )
+  compressors = plan_model.compressors_of(compressors)
+  compute_s = _positive("compute_seconds", compute_seconds)
+  backward_s = compute_s * _BACKWARD
+  if backward_seconds is not None:
+    backward_s = _positive("backward_seconds", backward_seconds)
+    if backward_s > compute_s:
+      raise ValueError(
+        "`backward_seconds` must not exceed `compute_seconds`, got"
+        f" {backward_s} and {compute_s}."
+      )
+  measured = dict(local_seconds or {})
+  plan_model.check_names(
+    "local_seconds", measured, list(map(str, compressors)), "compressors"
+  )
+  question = dataclasses.replace(question, compressors=compressors)
+  model = _Model(question, compute_s, backward_s)
+  plain_s, plain_bytes = model.pmean()
+  found = [("pmean", plain_s, plain_bytes)]
+  found.append(("pmean in bfloat16", *model.pmean(0.5)))
+  if model.tables:
+    found.append(("zen_sync", *model.zen_sync()))
+  for compressor in compressors:
+    name = str(compressor)
+    if way := model.compressed(compressor, measured.get(name)):
+      found.append((name, *way))
+  return Utility(
+    ways=tuple(
+      UtilityWay(name=n, seconds=s, gain=1 - s / plain_s, wire_bytes=b)
+      for n, s, b in found
+    ),
+    needed_ratio=model.needed_ratio(),
+    compute_seconds=compute_s,
+    machine=topology.name,
+  )
+
+
+def _positive(name: str, given: Any) -> float:
+  seconds = arguments.number(name, given)
+  if not 0 < seconds < math.inf:
+    raise ValueError(
+      f"`{name}` must be a positive, finite time in seconds, got {given!r}."
+    )
+  return seconds
+
+
+class _Model:
+  """Step times of a question; each method returns seconds and bytes."""
+
+  def __init__(self, question: Question, compute_s: float, backward_s: float):
+    self.question, self.cost = question, question.model
+    self.compute_s, self.backward_s = compute_s, backward_s
+    self.ways = plan_model.predictions(question)
+    both = list(zip(question.gradients, self.ways))
+    # Tables are the gradients that some scheme could send by rows.
+    is_table = lambda ways: any(way.scheme != PMEAN.scheme for way in ways)
+    self.tables = [ways for _, ways in both if is_table(ways)]
+    self.dense = [gradient for gradient, ways in both if not is_table(ways)]
+
+  def pmean(self, part: float = 1.0) -> tuple[float, float]:
+    """Sums whole arrays, of which a cast leaves a `part` of the bytes."""
+    dense_s, received = self._overlapped(part)
+    arrays = [ways[PMEAN] for ways in self.tables]
+    tables_s = sum(x.once_s + part * (x.seconds - x.once_s) for x in arrays)
+    return dense_s + tables_s, received + part * _received(arrays)
+
+  def zen_sync(self) -> tuple[float, float]:
+    """Sends rows of tables, and sums dense gradients whole."""
+    dense_s, received = self._overlapped(1.0)
+    rows = self._rows()
+    return dense_s + choice.seconds(rows), received + _received(rows)
+
+  def compressed(
+    self, compressor: Compressor, local_s: float | None
+  ) -> tuple[float, float] | None:
+    """Sends rows of tables, and compresses dense gradients, if any is large."""
+    way = PMEAN._replace(compressor=str(compressor))
+    both = zip(self.question.gradients, self.ways)
+    mine = [gradient for gradient, ways in both if way in ways]
+    if not mine:
+      return None
+    rest = [x for x in self.dense if x not in mine]
+    shapes = [x.shape for x in mine]
+    parts = [
+      self._sum(_bytes(rest)),
+      plan_model.compressed(self.cost, compressor, shapes, local_s),
+    ]
+    rows = self._rows()
+    seconds = choice.seconds(rows) + sum(x.seconds for x in parts)
+    return self.compute_s + seconds, _received([*rows, *parts])
+
+  def needed_ratio(self) -> float:
+    """How many times fewer bytes the backward pass could hide."""
+    wire = self._sum(_bytes(self.dense))
+    return (wire.seconds - wire.once_s) / self.backward_s
+
+  def _rows(self) -> list[Prediction]:
+    chosen = choice.choose(self.tables) or []
+    return [ways[way] for ways, way in zip(self.tables, chosen)]
+
+  def _sum(self, size: float) -> Prediction:
+    message = Message("all_reduce", self.question.axes, size / 4)
+    return self.cost.of_messages(PMEAN.scheme, [message] if size else [])
+
+  def _overlapped(self, part: float) -> tuple[float, float]:
+    """A step whose dense gradients are all-reduced during backward."""
+    size = part * _bytes(self.dense)
+    if not size or self.question.topology.devices == 1:
+      return self.compute_s, 0.0
+    count = math.ceil(size / _BUCKET_BYTES)
+    before = (count - 1) * self._sum(_BUCKET_BYTES).seconds
+    last = self._sum(size - (count - 1) * _BUCKET_BYTES).seconds
+    backward_s = max(_CONTENTION * self.backward_s, before)
+    forward_s = self.compute_s - self.backward_s
+    return forward_s + backward_s + last, self._sum(size).received
+
+
+def _bytes(gradients: Sequence[Gradient]) -> float:
+  return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in gradients))
+
+
+def _received(predictions: Sequence[Prediction]) -> float:
+  return sum(x.received for x in predictions)
