@@ -1,6 +1,7 @@
 """Rows in dtypes without the range of their own: a scale for each row."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,8 +129,13 @@ def test_two_axes():
   stack = row_wires.sparse(np.random.default_rng(0), 4, SHAPE, 20)
   tx = zenjax.zen_sync(("host", "chip"), sparse=True, wire_dtype=jnp.int8)
   split = P(("host", "chip"))
+
+  def local(x):
+    mean: Any = tx.update(x[0], tx.init(x[0]))[0]
+    return mean[None]
+
   step = jax.shard_map(
-    lambda x: tx.update(x[0], tx.init(x[0]))[0][None],
+    local,
     mesh=mesh,
     in_specs=split,
     out_specs=split,

@@ -65,7 +65,7 @@ def step_in_numpy(table, ids, y, n, wire) -> tuple[float, np.ndarray]:
   return loss, table - RATE * total / n
 
 
-def step_of(n: int, way: str, **options: Any):
+def step_of(n: int, way: str, **options: Any) -> tuple[Any, Any]:
   mesh = runners.mesh(n)
   around = None if way == "data_parallel" else mesh
   tx = zenjax.sharded_optimizer(optax.sgd(RATE), "data", mesh=around, **options)
@@ -248,7 +248,8 @@ def test_nnx_modules():
 
   batch = jax.device_put(batch_of(0), jax.NamedSharding(mesh, jax.P("data")))
   step(net, optimizer, *batch)
-  assert net.embedding.get_raw_value().wire_dtype == jnp.int8
+  table: Any = net.embedding.get_raw_value()
+  assert table.wire_dtype == jnp.int8
 
 
 def test_rows_with_nan_stay_nan():

@@ -694,8 +694,9 @@ def sharded_optimizer(
       the loss is taken over the whole batch, it is always the sum.
     clip_norm: Scales all gradients so that their norm, over all rows of all
       owners and all other leaves, is at most this. None does not clip.
-    wire_dtype: Casts rows of replicated tables to this floating dtype before
-      they are sent.
+    wire_dtype: Rounds rows of replicated tables to this dtype before they are
+      sent, as in `zen_sync`: gradients to owners, and updates from them. For
+      sharded tables, `zenjax.tables.shard` has this argument.
     capacities: Buffer sizes `(push, pull)` in rows of replicated tables, for
       all or by leaf name. `zenjax.tune` finds them for you.
     mesh: The mesh of a step in plain `jit`, if neither `jax.set_mesh` nor the
