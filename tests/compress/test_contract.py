@@ -174,6 +174,16 @@ def test_small_and_large_numbers_arrive(name):
       np.testing.assert_allclose(x, want, rtol=near)
 
 
+@pytest.mark.parametrize("name", sorted({*models.ROWS} - {"vote"}))
+def test_tiny_numbers_stay_tiny(name):
+  """Numbers that a scale cannot reach become zero, and never NaN."""
+  compressor = models.ROWS[name].compressor
+  for size in (2.0**-115, 2.0**-125):
+    x = jnp.full((1, models.BLOCK), size)
+    came = compressor.decode(compressor.encode(x, jax.random.key(0)))
+    np.testing.assert_allclose(came, x, atol=2.0**-112)
+
+
 @pytest.mark.parametrize(
   "name", [k for k, row in models.ROWS.items() if row.draws]
 )

@@ -40,7 +40,7 @@ def cast(dtype: Any) -> Model:
     if limits.maxexp == 128:
       return x.astype(dtype).astype(F32)
     _, exponent = np.frexp(np.abs(x).max(axis=1, keepdims=True))
-    scale = np.ldexp(F32(1), np.maximum(exponent - limits.maxexp + 1, -126))
+    scale = np.ldexp(F32(1), np.maximum(exponent - limits.maxexp + 1, -120))
     return (x / scale).astype(dtype).astype(F32) * scale
 
   return model

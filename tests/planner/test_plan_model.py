@@ -175,6 +175,8 @@ def test_wire_dtypes_only_where_allowed():
   lossy = plan(wire_dtypes=(jnp.bfloat16, jnp.float16)).by_name["table"]
   assert exact.wire_dtype is None and lossy.wire_dtype == "bfloat16"
   assert lossy.seconds < exact.seconds
+  lossy = plan(wire_dtypes=("bfloat16", "int8", "int4")).by_name["table"]
+  assert lossy.wire_dtype == "int4"
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,7 @@ def test_memory_limits_the_buffers_of_a_leaf():
     (dict(capacities={"table": (9, 3)}), ["push <= pull", "(9, 3)"]),
     (dict(topology="h100"), ["`topology`", "zenjax.planner.Topology"]),
     (dict(compute_seconds="1"), ["`compute_seconds`", "a number", "'1'"]),
-    (dict(wire_dtypes=(jnp.int8,)), ["`wire_dtypes`"]),
+    (dict(wire_dtypes=(jnp.int16,)), ["`wire_dtypes`"]),
     (dict(wire_dtypes="bfloat16"), ["`wire_dtypes`", "a sequence"]),
     (dict(grad=lambda f: f), ["`value_and_grad`", "a pair"]),
   ],

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import pytest
+import row_wires
 import runners
 import scheme_names
 from stablehlo import collectives
@@ -67,6 +68,48 @@ def test_lowered_program_sends_what_is_declared(
   assert {f.dtype for f in first} == {"ui32"}
   if scheme == "zen":  # All tables share one exchange.
     assert [f.op for f in first] == ["all_to_all", "all_gather"]
+
+
+# Rows of 24 and 13 elements: whole words, and words that are padded.
+ROUNDED = {"a": table(2000, 24), "b": table(1111, 13)}
+
+
+@pytest.mark.parametrize(
+  ("wire", "scheme", "partition", "n"),
+  [
+    *((wire, "zen", "hash", 8) for wire in row_wires.SCALED),
+    ("bfloat16", "zen", "hash", 8),
+    ("int8", "zen", "columns", 2),
+    ("int4", "zen", 2, 8),
+    *(("int8", name, "hash", 8) for name in scheme_names.PEERS),
+    ("int4", "recursive_doubling", "hash", 5),
+  ],
+)
+def test_rounded_rows_send_what_is_declared(wire, scheme, partition, n):
+  unit = 8 if scheme_names.in_blocks(scheme) else "row"
+  options: Any = dict(
+    scheme=scheme, partition=partition, capacities=SLOTS, unit=unit
+  )
+  options["wire_dtype"] = jnp.dtype(wire)
+  lowered = steps.lower_sync(ROUNDED, runners.mesh(n), **options)
+  check(lowered, ROUNDED, ("data",), (n,), **options)
+
+
+def test_bytes_of_rounded_rows():
+  """A row of 24 numbers is 24 words, or 6 or 3 and a scale."""
+  words = lambda wire: (
+    declaring.declare(
+      {"a": table(2000, 24)},
+      ("data",),
+      (8,),
+      capacities=(3, 5),
+      wire_dtype=wire,
+    )
+    .first[0]
+    .words
+  )
+  got = [words(x) for x in (None, "bfloat16", "float8_e5m2", "int8", "int4")]
+  assert got == [8 * (1 + 3 + 3 * k) for k in (24, 12, 7, 7, 4)]
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -101,22 +101,41 @@ REFUSED = {
     "`capacities` nowhere t",
   ),
   # Dtypes on the wire.
-  "int8": (lambda: zen("data", wire_dtype=jnp.int8), ALL, "`wire_dtype` int8"),
-  "8 bits": (
-    lambda: zen("data", wire_dtype=jnp.float8_e5m2),
+  "int16": (
+    lambda: zen("data", wire_dtype=jnp.int16),
+    TypeError,
+    "`wire_dtype` jnp.int8 int16",
+  ),
+  "4 bits": (
+    lambda: zen("data", wire_dtype="float4_e2m1fn"),
     ValueError,
-    "`wire_dtype` float8_e5m2 jnp.bfloat16",
+    "`wire_dtype` 8 bits float4_e2m1fn jnp.int4",
+  ),
+  "no sign": (
+    lambda: zen("data", wire_dtype=jnp.float8_e8m0fnu),
+    ValueError,
+    "`wire_dtype` a sign float8_e8m0fnu jnp.int4",
   ),
   "rounded arrays": (
     lambda: zen("data", scheme="dense", wire_dtype=jnp.bfloat16),
     ValueError,
     "`wire_dtype` bfloat16 scheme='dense'",
   ),
-  # 70,000 would come out as Inf, 1e-9 as zero.
-  "range": (
-    shaped((40, 4), wire_dtype=jnp.float16),
+  # The scale of a row is as long as what it saves.
+  "short rows": (
+    shaped((40, 2), wire_dtype=jnp.int8),
     ValueError,
-    "`wire_dtype` float16 65504 6e-08 jnp.bfloat16",
+    "`wire_dtype` int8 2 columns float32",
+  ),
+  "no scale": (
+    shaped((160, 1), wire_dtype=jnp.float16),
+    ValueError,
+    "`wire_dtype` float16 1 columns float32",
+  ),
+  "scales of elements": (
+    shaped((40, 4), wire_dtype=jnp.int8, unit="element"),
+    ValueError,
+    "`wire_dtype` int8 1 columns",
   ),
   "wider": (
     shaped((40, 4), "bfloat16", wire_dtype=jnp.float32),
@@ -209,7 +228,13 @@ def test_kernels_are_never_replaced(make, form):
 def test_sizes_and_dtypes_that_fit():
   """Sizes for all tables are cut to each; a dtype of the range is taken."""
   assert trace_pmean(capacities=(4, 41)).shape == TABLE.shape
-  for leaf, wire in [("float32", "bfloat16"), ("float16", "float16")]:
+  for leaf, wire in [
+    ("float32", "bfloat16"),
+    ("float16", "float16"),
+    ("float32", "float16"),
+    ("float32", "int8"),
+    ("float32", "int4"),
+  ]:
     assert shaped((40, 4), leaf, wire_dtype=wire)().dtype == leaf
   assert trace_pmean(unit=7).shape == TABLE.shape  # 160 elements, padded
 

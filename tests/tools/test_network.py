@@ -83,7 +83,7 @@ def test_files_that_something_else_measured_are_refused(
     (["--workloads", "lm1b"], ["--workloads", "'lm1b'", "lm1b-lstm"]),
     (["--variants", "zenn"], ["--variants", "'zenn'", "zen-columns"]),
     (["--rates", "3mbit"], ["--rates", "'3mbit'", "200mbit"]),
-    (["--hosts", "9"], ["--hosts", "9", "8"]),
+    (["--hosts", "17"], ["--hosts", "17", "16"]),
     (["--repeats", "0"], ["--repeats", "positive", "0"]),
     (["--loopback", "--rates", "1gbit"], ["`rate`", "'unlimited'", "'1gbit'"]),
   ],

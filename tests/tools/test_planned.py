@@ -126,7 +126,7 @@ def test_bad_input(tmp_path, capsys):
   broken = tmp_path / "broken.json"
   broken.write_text("[")
   for arguments, told in (
-    (["--hosts", "9"], "invalid choice: 9"),
+    (["--hosts", "17"], "invalid choice: 17"),
     (["--models", "bert"], "invalid choice: 'bert'"),
     (["--show", str(broken)], "not a whole file of this command"),
     (["--loopback", "--json", str(broken)], "Delete it or name another"),

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zenjax._src.compress import packing
 from zenjax._src.compress.compressor import Codec
 from zenjax._src.core import arguments
+from zenjax._src.core import packing
 from zenjax._src.core import wire
 
 _DTYPES = tuple(
@@ -72,19 +72,11 @@ class Cast(Codec):
     del key
     if not self._scaled:
       return wire.to_words(x.astype(self.dtype))
-    _, exponent = jnp.frexp(jnp.max(jnp.abs(x), axis=1))
-    # One power less than the largest number has, which may have few digits.
-    exponent -= int(jnp.finfo(self.dtype).maxexp) - 1
-    scale = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent, -126))
-    scale = packing.checked(scale, x)
-    narrow = (x / scale[:, None]).astype(self.dtype)
-    return packing.with_scales(wire.to_words(narrow), scale)
+    return packing.encode_floats(x, self.dtype)
 
   def decode(self, words: jax.Array) -> jax.Array:
     """Converts `[m, words] uint32` to `[m, block] float32`."""
-    shape = (self.block,)
     if not self._scaled:
-      return wire.from_words(words, shape, self.dtype).astype(jnp.float32)
-    words, scale = packing.without_scales(words, 1)
-    narrow = wire.from_words(words, shape, self.dtype)
-    return narrow.astype(jnp.float32) * scale
+      narrow = wire.from_words(words, (self.block,), self.dtype)
+      return narrow.astype(jnp.float32)
+    return packing.decode_floats(words, self.block, self.dtype)

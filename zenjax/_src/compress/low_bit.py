@@ -4,12 +4,11 @@ import dataclasses
 from typing import Literal
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 
-from zenjax._src.compress import packing
 from zenjax._src.compress.compressor import Codec
 from zenjax._src.core import arguments
+from zenjax._src.core import packing
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -71,26 +70,13 @@ class LowBit(Codec):
     """The words of 32 bits that a block becomes."""
     return self.block * self.bits // 32 + 1
 
-  @property
-  def _most(self) -> int:
-    return 2 ** (self.bits - 1) - 1
-
   def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
     """Converts `[m, block] float32` to `[m, words] uint32`."""
-    scale = packing.checked(jnp.max(jnp.abs(x), axis=1) / self._most, x)
-    # The inverse of the largest scales would be a subnormal number.
-    size = jnp.where(scale > 2.0**100, jnp.float32(2.0**-64), jnp.float32(1))
-    # One division for each block: XLA would rewrite others as it likes.
-    times = jnp.where(scale > 0, 1 / (scale * size), jnp.zeros_like(scale))
-    x = x * size[:, None] * times[:, None]
     if self.rounding == "nearest":
-      x = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
-    else:
-      x = jnp.floor(x + jax.random.uniform(key, x.shape))
-    codes = jnp.clip(x, -self._most, self._most).astype(jnp.int32)
-    return packing.with_scales(packing.packed(codes, self.bits), scale)
+      return packing.encode_integers(x, self.bits)
+    up_or_down = lambda x: jnp.floor(x + jax.random.uniform(key, x.shape))
+    return packing.encode_integers(x, self.bits, up_or_down)
 
   def decode(self, words: jax.Array) -> jax.Array:
     """Converts `[m, words] uint32` to `[m, block] float32`."""
-    codes, scale = packing.without_scales(words, 1)
-    return packing.unpacked(codes, self.bits).astype(jnp.float32) * scale
+    return packing.decode_integers(words, self.bits)

@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from zenjax._src.compress import packing
 from zenjax._src.compress.compressor import Codec
+from zenjax._src.core import packing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -102,8 +102,14 @@ def number(name: str, value: Any) -> float:
   return float(value)
 
 
-def floating(name: str, dtype: Any) -> jnp.dtype | None:
-  """Returns the dtype; raises `TypeError` if it is not a floating dtype."""
+def floating(name: str, dtype: Any, others: str = "") -> jnp.dtype | None:
+  """Returns the dtype; raises `TypeError` if it is not a floating dtype.
+
+  Args:
+    name: The argument.
+    dtype: Its value.
+    others: Other values that are accepted, in words.
+  """
   if dtype is None:
     return None
   try:
@@ -112,13 +118,29 @@ def floating(name: str, dtype: Any) -> jnp.dtype | None:
     known = None
   if known is None or not jnp.issubdtype(known, jnp.floating):
     raise TypeError(
-      f"`{name}` must be a floating dtype such as jnp.bfloat16, got {dtype!r}."
+      f"`{name}` must be a floating dtype such as jnp.bfloat16{others}, got"
+      f" {dtype!r}."
     )
   return known
 
 
+def row_wire_dtype(name: str, dtype: Any) -> jnp.dtype | None:
+  """Returns the dtype; raises if rows cannot be sent in it."""
+  integers = [jnp.dtype(jnp.int8), jnp.dtype(jnp.int4)]
+  if dtype in (jnp.int8, jnp.int4, *integers, *[x.name for x in integers]):
+    return jnp.dtype(dtype)
+  wire = floating(name, dtype, ", jnp.int8 or jnp.int4")
+  info = wire and jnp.finfo(wire)
+  if info and (info.bits < 8 or float(info.min) >= 0):
+    raise ValueError(
+      f"`{name}` must have 8 bits or more, and a sign, got {wire}. Give"
+      " jnp.float8_e4m3fn or jnp.int4."
+    )
+  return wire
+
+
 def wire_dtype(name: str, dtype: Any) -> jnp.dtype | None:
-  """Returns the dtype; raises if values cannot be sent in it."""
+  """Returns the dtype; raises if single values cannot be sent in it."""
   wire = floating(name, dtype)
   if wire is not None and wire.itemsize < 2:
     raise ValueError(

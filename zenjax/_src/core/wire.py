@@ -156,6 +156,8 @@ def join_columns(blocks: jax.Array, groups: int, width: int) -> jax.Array:
 
 
 def has_range_of(wire: jnp.dtype, dtype: jnp.dtype) -> bool:
-  """Returns True if `wire` has every exponent of `dtype`."""
+  """Returns True if `wire` has every exponent of `dtype`; no integer has."""
+  if not jnp.issubdtype(wire, jnp.floating):
+    return False
   to, of = jnp.finfo(wire), jnp.finfo(dtype)
   return to.maxexp >= of.maxexp and to.minexp <= of.minexp

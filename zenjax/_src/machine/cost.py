@@ -197,7 +197,7 @@ class CostModel:
     work, local_s = self.work, 0.0
     if table.look_ups is None:
       local_s = size * work.mask_byte + table.num_rows * work.mask_row
-    block_bytes = plan.block_width * table.wire_dtype.itemsize
+    block_bytes = plan.row_wire.nbytes
     for message in messages:
       moved = float(received_bytes([message], self.context))
       # The column blocks of a summed row are joined and written as one row.

@@ -12,9 +12,9 @@ import numpy as np
 
 from zenjax._src.compress.compressor import Compressor
 from zenjax._src.core import arguments
+from zenjax._src.core import row_wire
 from zenjax._src.core import text
 from zenjax._src.core.arguments import AxisName
-from zenjax._src.core.wire import has_range_of
 from zenjax._src.machine import cost
 from zenjax._src.machine.cost import CostModel
 from zenjax._src.machine.cost import PMEAN
@@ -139,9 +139,8 @@ def plan(
     compute_seconds: Time of a step on one device without any exchange. Measure
       it with `jax.lax.optimization_barrier(grads)` in place of the exchange, to
       keep XLA from fusing gradient and optimizer.
-    wire_dtypes: Dtypes to which rows may be rounded when they are sent. Only
-      dtypes with the range of the parameter's dtype are used, such as bfloat16
-      for float32.
+    wire_dtypes: Dtypes to which rows may be rounded when they are sent, such as
+      bfloat16 or int8. Each is used where it makes rows shorter.
     compressors: Compressors of `zenjax.compress` that gradients of dense layers
       may take, for example `[zenjax.compress.LowBit(8)]`. Results are then
       approximations, so none is taken by default.
@@ -318,7 +317,7 @@ def _wires(dtypes: Any) -> tuple[str, ...]:
       "`wire_dtypes` must be a sequence of floating dtypes, got"
       f" {dtypes!r}. Give (jnp.bfloat16,) for one dtype."
     )
-  wires = [arguments.wire_dtype("wire_dtypes", dtype) for dtype in dtypes]
+  wires = [arguments.row_wire_dtype("wire_dtypes", dtype) for dtype in dtypes]
   return tuple(jnp.dtype(wire).name for wire in wires)
 
 
@@ -423,7 +422,9 @@ def predictions(question: Question) -> list[dict[Way, Prediction]]:
         name
         for name in question.wire_dtypes
         if jnp.dtype(name).itemsize < gradient.dtype.itemsize
-        and has_range_of(jnp.dtype(name), gradient.dtype)
+        and not row_wire.refusal(
+          gradient.name, gradient.dtype, jnp.dtype(name), table.width
+        )
       ]
       ways = question.model.of_ways(table, profile, narrower)
     predicted.append(ways)

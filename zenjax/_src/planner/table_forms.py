@@ -17,6 +17,7 @@ import dataclasses
 import math
 
 from zenjax._src.core.partition import Layout
+from zenjax._src.core.row_wire import RowWire
 from zenjax._src.machine.cost import CostModel
 from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
@@ -147,9 +148,8 @@ def _by_owners(
   layout = Layout(num_rows=rows, groups=n)
   touched = min(profile.fullest, look_ups)
   most = min(buffer_sizes.fullest(touched, n, n * n), layout.slots)
-  words = fetch.words_of_step(
-    math.ceil(look_ups), most, layout, width, gradient.dtype
-  )
+  row_wire = RowWire.of(gradient.dtype, None, width)
+  words = fetch.words_of_step(math.ceil(look_ups), most, layout, row_wire)
   ids, brought, pushed = map(float, words)
   messages = [
     Message("all_to_all", (last,), ids),

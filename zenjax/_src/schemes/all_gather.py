@@ -74,8 +74,7 @@ class AllGather(Scheme):
     words = 0
     for plan in plans:
       words += 1 + wire.index_words(plan.push, plan.layout.slots)
-      elements = plan.push * plan.table.width
-      words += wire.words_for(elements, plan.table.wire_dtype)
+      words += plan.row_wire.words(plan.push)
     return [Message("all_gather", context.axes, words)]
 
   def pull_messages(
@@ -92,5 +91,5 @@ class AllGather(Scheme):
     pull: jax.Array | float,
   ) -> list[Message]:
     del pull
-    row = plan.table.width * plan.table.wire_dtype.itemsize + 4.0
+    row = plan.row_wire.nbytes + 4.0
     return [Message("all_gather", context.axes, push * row / 4)]

@@ -17,6 +17,7 @@ import numpy as np
 from zenjax._src.core.arguments import Capacity
 from zenjax._src.core.arguments import Kernels
 from zenjax._src.core.partition import Layout
+from zenjax._src.core.row_wire import RowWire
 
 # Rows, padding and out-of-range markers must fit int32 together.
 MAX_ROWS = np.iinfo(np.int32).max // 2
@@ -51,6 +52,12 @@ class Table:
   dtype: jnp.dtype
   wire_dtype: jnp.dtype
   look_ups: int | None = None
+
+  def row_wire(self, column_groups: int = 1) -> RowWire:
+    """Returns how the part of a row for one column group is sent."""
+    whole = RowWire.of(self.dtype, self.wire_dtype, self.width)
+    columns = -(-self.width // column_groups)
+    return dataclasses.replace(whole, columns=columns)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +102,11 @@ class ExchangePlan:
   def block_width(self) -> int:
     """`ceil(D / g)`, columns that one owner sums."""
     return -(-self.table.width // self.column_groups)
+
+  @property
+  def row_wire(self) -> RowWire:
+    """How the columns of a row that one owner sums are sent."""
+    return self.table.row_wire(self.column_groups)
 
 
 # Before `zenjax.tune` the density is unknown. For an array, a round then holds
@@ -168,7 +180,7 @@ def _default_sizes(
 
   Up to eight times the expected rows, while a message is shorter than 48 KiB.
   """
-  row_bytes = -(-table.width // column_groups) * table.wire_dtype.itemsize + 4
+  row_bytes = table.row_wire(column_groups).nbytes + 4
   if table.look_ups is None:
     push, most = layout.slots / ARRAY_PART, layout.slots / UNION_PART
   else:

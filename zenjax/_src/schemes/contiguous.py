@@ -89,9 +89,7 @@ class SplitDenseGather(SplitAllGather):
   ) -> list[Message]:
     words = 0
     for plan in plans:
-      elements = plan.layout.slots * plan.table.width
-      words += len(Tally._fields) + 1
-      words += wire.words_for(elements, plan.table.wire_dtype)
+      words += len(Tally._fields) + 1 + plan.row_wire.words(plan.layout.slots)
     return [Message("all_gather", context.axes[-1:], words)]
 
   def expected_messages(
@@ -102,7 +100,7 @@ class SplitDenseGather(SplitAllGather):
     pull: jax.Array | float,
   ) -> list[Message]:
     axes, n = context.axes[-1:], context.sizes[-1]
-    row = plan.table.width * plan.table.wire_dtype.itemsize
+    row = plan.row_wire.nbytes
     slow = []
     if len(context.axes) > 1:
       slow = hierarchy.expected_messages(plan, context, pull)
@@ -119,20 +117,27 @@ def _sections_of(
   """Returns `[1, ...]` each: counts, with the lowest slot, and the range."""
   union, slots = sums.union, plan.layout.slots
   counts = jnp.append(counts_of(sums), union.slots[0])
-  shape = (slots, plan.table.width)
   values = context.scaled(union.rows).astype(plan.table.dtype)
-  values = values.astype(plan.table.wire_dtype)
-  empty = 0.0
-  if plan.table.look_ups is not None:
+  if not plan.row_wire.scaled:
+    values = values.astype(plan.table.wire_dtype)
+  is_list = plan.table.look_ups is not None
+  if is_list:
     # SparseRows must contain exactly the rows that a device holds, even if a
     # sum is zero. Rows of negative zeros mark all other rows, so negative zeros
     # of held rows become positive.
-    empty = -0.0
     values = jnp.where(
       _is_negative_zero(values), jnp.zeros_like(values), values
     )
-  dense = jnp.full(shape, empty, values.dtype)
-  dense = dense.at[union.slots].set(values, mode="drop")
+  sent = plan.row_wire.encode(values)
+  if plan.row_wire.scaled:
+    # A scale of negative zero makes all elements of a row negative zeros.
+    empty = jnp.zeros((slots, sent.shape[1]), sent.dtype)
+    empty = empty.at[:, -1].set(np.uint32(is_list << 31))
+  else:
+    empty = jnp.full(
+      (slots, sent.shape[1]), -0.0 if is_list else 0.0, sent.dtype
+    )
+  dense = empty.at[union.slots].set(sent, mode="drop")
   return [counts[None], dense[None]]
 
 
@@ -143,7 +148,7 @@ def _is_negative_zero(x: jax.Array) -> jax.Array:
 
 
 def _arrive(came: Sequence[jax.Array], plan: ExchangePlan) -> Arrived:
-  counts, values = came
+  counts, values = came[0], plan.row_wire.decode(came[1])
   table, layout = plan.table, plan.layout
   tally, lowest = Tally(*counts[:, :-1].T), counts[:, -1]
   slot = jnp.arange(layout.slots, dtype=jnp.int32)[None]

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core import wire
+from zenjax._src.core.row_wire import RowWire
 from zenjax._src.schemes.all_gather import AllGather
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
@@ -203,14 +204,19 @@ class RecursiveDoubling(AllGather):
     with jax.named_scope("recursive_doubling"):
       plans = [out.plan for out in outgoing]
       rows = [rows_of(plan, context) for plan in plans]
-      sums = [_own(out) for out in outgoing]
+      local = [_own(out) for out in outgoing]
+      sums = [own for own, _ in local]
       for i, hop in enumerate(hops(context)):
-        first = hop.merged == 1
-        sections = [_encode(own, plan, first) for own, plan in zip(sums, plans)]
+        # Rounding twice may differ from rounding once.
+        sent = [rows if hop.merged == 1 else None for _, rows in local]
+        sections = list(map(_encode, sums, plans, sent))
         received = wire.send(sections, collectives.permute, hop.axis, hop.pairs)
         rank = lax.axis_index(hop.axis)
         sums = [
-          take(hop, rank, own, _decode(came, plan, own), plan, most[i][1])
+          take(
+            *(hop, rank, own, _decode(came, plan, own, hop.merged == 1)),
+            *(plan, most[i][1]),
+          )
           for own, came, plan, most in zip(sums, received, plans, rows)
         ]
       return jax.tree.map(lambda x: compat.agreed(x, context.axes), sums)
@@ -224,9 +230,8 @@ class RecursiveDoubling(AllGather):
       words = 0
       for plan, hop_rows in zip(plans, rows):
         sent, _ = hop_rows[i]
-        dtype = _wide(plan, hop.merged == 1)
         words += _NUMBERS + wire.index_words(sent, plan.layout.slots)
-        words += wire.words_for(sent * plan.table.width, dtype)
+        words += _row_wire(plan, hop.merged == 1).words(sent)
       messages.append(Message("collective_permute", (hop.axis,), words))
     return messages
 
@@ -243,51 +248,57 @@ class RecursiveDoubling(AllGather):
     messages = []
     for hop in hops(context):
       rows = jnp.minimum(push * hop.merged**power, jnp.maximum(pull, push))
-      wide = _wide(plan, hop.merged == 1).itemsize
-      words = rows * (plan.table.width * wide + 4.0) / 4
+      words = rows * (_row_wire(plan, hop.merged == 1).nbytes + 4.0) / 4
       messages.append(Message("collective_permute", (hop.axis,), words))
     return messages
 
 
-def _wide(plan: ExchangePlan, first: bool) -> jnp.dtype:
-  """Returns the dtype in which rows are sent, in the `first` hop or later."""
-  table = plan.table
-  return table.wire_dtype if first else collectives.accumulator(table.dtype)
+def _row_wire(plan: ExchangePlan, first: bool) -> RowWire:
+  """Returns how rows are sent, in the `first` hop or later."""
+  if first:
+    return plan.row_wire
+  return RowWire(collectives.accumulator(plan.table.dtype), plan.table.width)
 
 
-def _own(out: Outgoing) -> Sums:
-  """Returns the first local rows as the union of one device."""
+def _own(out: Outgoing) -> tuple[Sums, jax.Array]:
+  """Returns the first local rows as the union of one device, and encoded."""
   plan = out.plan
   slots, rows, left = out.source.take(out.start, plan)
   slots, left = slots[0], left[0]
   # A device rounds its own rows as if it sent them. Otherwise the results on
   # the two devices of a hop would differ.
-  rows = rows[0].astype(plan.table.wire_dtype)
+  encoded = plan.row_wire.encode(rows[0])
+  rows = plan.row_wire.decode(encoded)
   rows = rows.astype(collectives.accumulator(plan.table.dtype))
   sent = jnp.minimum(left, plan.push)
   limit = jnp.where(left > plan.push, slots[-1] + 1, plan.layout.slots)
   union = Union(slots=slots, rows=rows, total=sent, limit=limit, summed=sent)
-  return Sums(union, pushed=left, fullest=left)
+  return Sums(union, pushed=left, fullest=left), encoded
 
 
-def _encode(own: Sums, plan: ExchangePlan, first: bool) -> list[jax.Array]:
+def _encode(
+  own: Sums, plan: ExchangePlan, rows: jax.Array | None
+) -> list[jax.Array]:
+  """Returns the sections of a union, with its encoded `rows` if given."""
   union = own.union
   counts = union.total, union.limit, union.summed, own.pushed, own.fullest
   return [
     jnp.stack(counts)[None],
     wire.encode_index(union.slots[None], plan.layout.slots),
-    union.rows[None].astype(_wide(plan, first)),
+    (union.rows if rows is None else rows)[None],
   ]
 
 
-def _decode(came: Sequence[jax.Array], plan: ExchangePlan, own: Sums) -> Sums:
+def _decode(
+  came: Sequence[jax.Array], plan: ExchangePlan, own: Sums, first: bool
+) -> Sums:
   """Decodes received sums, in the same shape as `own`."""
   counts, index, rows = came
   total, limit, summed, pushed, fullest = counts[0]
   room = own.union.slots.shape[0]
   union = Union(
     slots=wire.decode_index(index, room, plan.layout.slots)[0],
-    rows=rows[0].astype(own.union.rows.dtype),
+    rows=_row_wire(plan, first).decode(rows[0]).astype(own.union.rows.dtype),
     total=total,
     limit=limit,
     summed=summed,

@@ -52,7 +52,7 @@ class Sections(NamedTuple):
 
   counts: jax.Array  # [b, k] int32
   ids: jax.Array  # [b, words], encoded by `wire.encode_index`
-  rows: jax.Array  # [b, C, block] in the wire's dtype
+  rows: jax.Array  # [b, C, k], encoded by `ExchangePlan.row_wire`
 
 
 def push_sections(out: Outgoing) -> Sections:
@@ -64,7 +64,7 @@ def push_sections(out: Outgoing) -> Sections:
     counts = jnp.repeat(counts, plan.column_groups, axis=0)
     ids = jnp.repeat(ids, plan.column_groups, axis=0)
     rows = wire.split_columns(rows, plan.column_groups)
-  return Sections(counts, ids, rows.astype(plan.table.wire_dtype))
+  return Sections(counts, ids, plan.row_wire.encode(rows))
 
 
 def owner_sums(received: Sections, plan: ExchangePlan, room: int) -> Sums:
@@ -75,7 +75,7 @@ def owner_sums(received: Sections, plan: ExchangePlan, room: int) -> Sums:
   ends = jnp.where(left > plan.push, slots[:, -1] + 1, num_slots)
   union = merge(
     slots,
-    received.rows,
+    plan.row_wire.decode(received.rows),
     jnp.min(ends),
     num_slots,
     room,
@@ -109,7 +109,7 @@ def pull_sections(sums: Sums, plan: ExchangePlan, context: Context) -> Sections:
     ids = jnp.pad(ids, ((0, 0), (0, length * g - ids.shape[1])))
     ids = lax.dynamic_slice_in_dim(ids, share * length, length, axis=1)
   values = context.scaled(union.rows).astype(plan.table.dtype)
-  values = values.astype(plan.table.wire_dtype)
+  values = plan.row_wire.encode(values)
   return Sections(counts_of(sums)[None], ids, values[None])
 
 
@@ -126,7 +126,7 @@ def arrived(
     words = wire.index_words(room, layout.slots)
     ids = ids.reshape(m, -1)[:, :words]
     slots = wire.decode_index(ids, room, layout.slots)
-  rows = wire.join_columns(rows, g, table.width)
+  rows = wire.join_columns(plan.row_wire.decode(rows), g, table.width)
   group = jnp.arange(m, dtype=jnp.int32)[:, None]
   return Arrived(
     row=layout.row(group, slots).reshape(-1),
@@ -181,7 +181,7 @@ class Zen(Scheme):
     words = 0
     for plan in plans:
       ids = wire.index_words(plan.push, plan.layout.slots)
-      words += 1 + ids + _row_words(plan, plan.push)
+      words += 1 + ids + plan.row_wire.words(plan.push)
     axes, n = context.axes[-1:], context.sizes[-1]
     pushes = [Message("all_to_all", axes, words * n)]
     if len(context.axes) == 1:
@@ -196,7 +196,7 @@ class Zen(Scheme):
     for plan in plans:
       room = self.held_rows(plan, context)
       counts = len(Tally._fields)
-      words += counts + _shared_ids(plan, room) + _row_words(plan, room)
+      words += counts + _shared_ids(plan, room) + plan.row_wire.words(room)
     return [Message("all_gather", context.axes[-1:], words)]
 
   def expected_messages(
@@ -207,7 +207,7 @@ class Zen(Scheme):
     pull: jax.Array | float,
   ) -> list[Message]:
     axes, n = context.axes[-1:], context.sizes[-1]
-    block = plan.block_width * plan.table.wire_dtype.itemsize
+    block = plan.row_wire.nbytes
     pull_index = 0 if plan.layout.groups == 1 else 4 / plan.column_groups
     slow = []
     if len(context.axes) > 1:
@@ -245,7 +245,3 @@ class PushOnly(Zen):
   ) -> list[Message]:
     words = len(Tally._fields) * len(plans)
     return [Message("all_gather", context.axes[-1:], words)]
-
-
-def _row_words(plan: ExchangePlan, rows: int) -> int:
-  return wire.words_for(rows * plan.block_width, plan.table.wire_dtype)

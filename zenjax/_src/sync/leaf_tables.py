@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from zenjax._src.core import row_wire
 from zenjax._src.core.arguments import Capacity
-from zenjax._src.core.wire import has_range_of
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes import buffer_sizes
@@ -149,33 +149,23 @@ def table_of(
     num_rows=rows,
     width=width,
     dtype=jnp.dtype(leaf.dtype),
-    wire_dtype=_wire_dtype(name, jnp.dtype(leaf.dtype), options),
+    wire_dtype=_wire_dtype(name, jnp.dtype(leaf.dtype), width, options),
     # Without any lookup one row of padding is sent.
     look_ups=max(1, leaf.capacity) if isinstance(leaf, SparseRows) else None,
   )
 
 
-def _wire_dtype(name: str, dtype: jnp.dtype, options: Options) -> jnp.dtype:
+def _wire_dtype(
+  name: str, dtype: jnp.dtype, width: int, options: Options
+) -> jnp.dtype:
   """Returns the dtype in which rows of a leaf are sent."""
   wire = options.wire_dtype
   if isinstance(wire, dict):
     wire = wire.get(name)
   wire = wire or dtype
-  if wire.itemsize > dtype.itemsize:
-    raise ValueError(
-      f"`wire_dtype` {wire} is wider than {dtype}, the dtype of leaf {name!r}."
-      " Leave it out to send the leaf's own dtype."
-    )
   # `error_feedback` has rounded the elements that it selected.
-  rounded_before = options.mean and options.unit == "element"
-  if not has_range_of(wire, dtype) and not rounded_before:
-    info = jnp.finfo(wire)
-    has_range = has_range_of(jnp.dtype(jnp.bfloat16), dtype)
-    wider = ", or give jnp.bfloat16" if has_range else ""
-    raise ValueError(
-      f"`wire_dtype` {wire} has a smaller range than {dtype}, the dtype of leaf"
-      f" {name!r}. Values above {float(info.max):g} or below"
-      f" {float(info.smallest_subnormal):.1g} would become Inf or zero."
-      f" Leave it out for this leaf{wider}."
-    )
+  is_cast = jnp.issubdtype(wire, jnp.floating) and 2 <= wire.itemsize
+  rounded_before = options.mean and options.unit == "element" and is_cast
+  if not rounded_before or wire.itemsize > dtype.itemsize:
+    row_wire.require(name, dtype, wire, width)
   return wire

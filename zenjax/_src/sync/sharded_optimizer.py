@@ -358,7 +358,8 @@ class Owners:
     for i, leaf in enumerate(given.leaves):
       if i in given.tables:
         table, width = given.tables[i], leaf.shape[-1]
-        table = dataclasses.replace(table, sizes=())
+        # A state is the same however rows are sent.
+        table = dataclasses.replace(table, sizes=(), wire_dtype=None)
       elif chosen[i]:
         rows, width = leaf_util.table_shape(leaf, options.unit)
         table = ShardedTable(
@@ -467,6 +468,9 @@ class Owners:
   def _plans(self, given, tables, sync, context):
     """Plans how the rows of each table get to their owners."""
     options, scheme, choices = self.options, SPARSE["zen"], []
+    if given.tables:
+      wires = {given.names[i]: x.wire_dtype for i, x in given.tables.items()}
+      options = dataclasses.replace(options, wire_dtype=wires)
     facts = [
       leaf_tables.table_of(given.names[i], given.leaves[i], options)
       for i in tables
@@ -627,8 +631,8 @@ def _other_bytes(
     rounds = counts.rounds.astype(jnp.float32)
     nbytes += rounds * base.received_bytes(messages, context)
   if sharded:
-    table, n = plan.table, plan.layout.groups
-    ids, rows, _ = fetch.words_of_round(plan.push, n, table.width, table.dtype)
+    n = plan.layout.groups
+    ids, rows, _ = fetch.words_of_round(plan.push, n, plan.row_wire)
     fetches = jnp.maximum(jnp.ceil(counts.fullest / plan.push), 1)
     nbytes += fetches * 4 * (ids + rows) * (n - 1) / n
   return nbytes
@@ -690,8 +694,9 @@ def sharded_optimizer(
       the loss is taken over the whole batch, it is always the sum.
     clip_norm: Scales all gradients so that their norm, over all rows of all
       owners and all other leaves, is at most this. None does not clip.
-    wire_dtype: Casts rows of replicated tables to this floating dtype before
-      they are sent.
+    wire_dtype: Rounds rows of replicated tables to this dtype before they are
+      sent, as in `zen_sync`: gradients to owners, and updates from them. For
+      sharded tables, `zenjax.tables.shard` has this argument.
     capacities: Buffer sizes `(push, pull)` in rows of replicated tables, for
       all or by leaf name. `zenjax.tune` finds them for you.
     mesh: The mesh of a step in plain `jit`, if neither `jax.set_mesh` nor the

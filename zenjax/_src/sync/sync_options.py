@@ -90,7 +90,7 @@ def check(
         " the step's arrays are on."
       )
     arguments.mesh_axes(axis_name, mesh)
-  wire = arguments.wire_dtype("wire_dtype", wire_dtype)
+  wire = arguments.row_wire_dtype("wire_dtype", wire_dtype)
   if wire is not None and scheme == DENSE:
     raise ValueError(
       f"`wire_dtype` is for rows, got {wire} with scheme='dense', which"
@@ -164,7 +164,7 @@ def _planned_wire_dtypes(plan: plans.Plan) -> dict[str, jnp.dtype]:
   dtypes = {}
   for leaf in plan.leaves:
     where = f"plan.leaves[{leaf.name!r}].wire_dtype"
-    wire = arguments.wire_dtype(where, leaf.wire_dtype)
+    wire = arguments.row_wire_dtype(where, leaf.wire_dtype)
     if wire is not None and leaf.scheme != DENSE:
       dtypes[leaf.name] = wire
   return dtypes

@@ -105,9 +105,15 @@ def zen_sync(
     partition: Who sums a row: `"hash"` distributes rows over devices,
       `"columns"` splits every row, and a number `g` that divides the devices
       makes `g` column groups of hashed rows.
-    wire_dtype: Casts rows to this floating dtype before they are sent. This is
-      the only lossy option; sums are taken in float32. It must have the range
-      of the leaf's dtype, as bfloat16 has for float32.
+    wire_dtype: Rounds rows to this dtype before they are sent: a floating dtype
+      of 8 bits or more, `jnp.int8` or `jnp.int4`. This is the only lossy
+      option; sums are taken in float32. A dtype with the range of the leaf's
+      dtype, such as bfloat16 for float32, is a cast. In any other, a row is
+      sent with a scale in float32 (of float32 or narrower leaves). Each push
+      and each pull then rounds an element by up to 1/254 (int8) or 1/14 (int4)
+      of the largest magnitude in its row, or 1/16 of the element
+      (float8_e4m3fn). Errors are not kept for later steps. A row with NaN or
+      Inf arrives as NaN.
     capacities: Buffer sizes `(push, pull)` in rows for all leaves, or a mapping
       from leaf name: rows that one device sends to one owner in a round, and
       rows that one owner returns. Rows that overflow follow in further rounds.

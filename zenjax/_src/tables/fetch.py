@@ -25,6 +25,7 @@ from zenjax._src.core import compat
 from zenjax._src.core import indexing
 from zenjax._src.core import wire
 from zenjax._src.core.partition import Layout
+from zenjax._src.core.row_wire import RowWire
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.tables.sharded_table import ShardedTable
 
@@ -165,10 +166,16 @@ def fetch(tables: Sequence[ShardedTable], ahead: Ahead) -> list[jax.Array]:
 
   def answered(turn: Any, came: Any, before: Sequence[Any]) -> list[jax.Array]:
     each = zip(tables, came)
-    sent = [[indexing.take_or(table.value, x, 0)] for table, x in each]
-    rows = wire.send(sent, collectives.all_to_all, axes)
-    each = zip(asked, rows, before)
-    return [of.filled(turn, new, old) for of, (new,), old in each]
+    sent = [
+      [table.row_wire.encode(indexing.take_or(table.value, x, 0))]
+      for table, x in each
+    ]
+    arrived = wire.send(sent, collectives.all_to_all, axes)
+    rows = [
+      table.row_wire.decode(x).astype(table.dtype)
+      for table, (x,) in zip(tables, arrived)
+    ]
+    return [of.filled(turn, *x) for of, *x in zip(asked, rows, before)]
 
   def more(turn: Any, rows: list[jax.Array]) -> list[jax.Array]:
     sent = [[x.wanted(turn)] for x in asked]
@@ -232,7 +239,7 @@ def fetch_all(
 
 
 def words_of_step(
-  look_ups: int, most: float, layout: Layout, width: int, dtype: Any
+  look_ups: int, most: float, layout: Layout, row_wire: RowWire
 ) -> tuple[int, int, int]:
   """Returns how many words a device sends in a step with one table.
 
@@ -240,21 +247,20 @@ def words_of_step(
     look_ups: Lookups of a device, all in one exchange.
     most: Distinct rows of the fullest pair of device and owner.
     layout: The table's layout.
-    width: The table's columns.
-    dtype: The table's dtype.
+    row_wire: How rows are sent.
 
   Returns:
     Words of 32 bits of the messages with ids, rows and gradient rows.
   """
   size = buffer_size(look_ups, layout, ())
   rounds = max(1, math.ceil(most / size))
-  ids, rows, pushed = words_of_round(size, layout.groups, width, dtype)
+  ids, rows, pushed = words_of_round(size, layout.groups, row_wire)
   return rounds * ids, rounds * rows, rounds * pushed
 
 
 def words_of_round(
-  size: int, devices: int, width: int, dtype: Any
+  size: int, devices: int, row_wire: RowWire
 ) -> tuple[int, int, int]:
   """Returns the words of the three messages of one round."""
-  rows = devices * wire.words_for(size * width, dtype)
+  rows = devices * row_wire.words(size)
   return devices * (size + 1), rows, rows + devices * (size + 1)

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from zenjax._src.core import collectives
 from zenjax._src.core.collectives import Axes
 from zenjax._src.core.partition import Layout
+from zenjax._src.core.row_wire import RowWire
 from zenjax._src.rows.sparse_rows import NoArray
 
 
@@ -54,6 +55,8 @@ class ShardedTable(NoArray):
     stack: `(T,)` for a stack; it may have more dimensions.
     sizes: `(rows,)`, the buffer size for one pair of devices; empty for the
       default.
+    wire_dtype: Dtype in which rows and their gradients are sent; None for the
+      dtype of the table.
   """
 
   value: Any
@@ -65,6 +68,7 @@ class ShardedTable(NoArray):
   replicas: Axes = ()
   stack: tuple[int, ...] = ()
   sizes: tuple[int, ...] = ()
+  wire_dtype: Any = None
 
   @property
   def batch_axes(self) -> Axes:
@@ -80,6 +84,11 @@ class ShardedTable(NoArray):
       seed=self.seed,
       hash_offset=self.hash_offset,
     )
+
+  @property
+  def row_wire(self) -> RowWire:
+    """How rows are sent."""
+    return RowWire.of(self.dtype, self.wire_dtype, self.value.shape[-1])
 
   @property
   def shape(self) -> tuple[int, ...]:

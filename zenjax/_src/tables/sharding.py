@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from zenjax._src.core import arguments
+from zenjax._src.core import row_wire
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.core.collectives import Axes
@@ -137,6 +138,7 @@ def shard_leaves(
   tables: SparseSpec = None,
   replicas: AxisName | None = None,
   hash_seed: int = 0,
+  wire_dtype: Any = None,
 ) -> Any:
   """Implements `shard` for parameters."""
   axes = arguments.mesh_axes(axis_name, mesh)
@@ -147,6 +149,7 @@ def shard_leaves(
     )
   copies = replica_axes(replicas, axes, mesh)
   arguments.hash_seed(hash_seed)
+  wire = arguments.row_wire_dtype("wire_dtype", wire_dtype)
   named = leaf_util.named_leaves(params, is_sharded)
   structure = jax.tree.structure(params, is_leaf=is_sharded)
   for name, leaf in named:
@@ -182,7 +185,9 @@ def shard_leaves(
         "`tables` must choose parameters `[rows, columns]` or stacks `[tables,"
         f" rows, columns]`, but {name!r} has shape {leaf.shape}. Reshape it."
       )
-    *stack, rows, _ = leaf.shape
+    *stack, rows, columns = leaf.shape
+    if wire is not None:
+      row_wire.require(name, jnp.dtype(leaf.dtype), wire, columns)
     num_rows = rows * math.prod(stack)
     buffer_sizes.require_rows(repr(name), num_rows)
     table = ShardedTable(
@@ -194,6 +199,7 @@ def shard_leaves(
       hash_offset=hash_offset,
       replicas=copies,
       stack=tuple(stack),
+      wire_dtype=wire,
     )
     hash_offset = (hash_offset + num_rows) % 2**32
     leaves.append(table.with_value(placed(leaf, table, mesh)))

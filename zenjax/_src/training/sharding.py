@@ -1,5 +1,6 @@
 """Moves tables and their optimizer state to their owners, and back."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -26,6 +27,7 @@ def shard(
   tables: SparseSpec = None,
   replicas: AxisName | None = None,
   hash_seed: int = 0,
+  wire_dtype: Any = None,
 ) -> Any:
   """Splits tables by rows over devices, each row to the device that owns it.
 
@@ -60,6 +62,10 @@ def shard(
       axes: `("pod", "chip")` for `axis_name="chip"` and `replicas="pod"`.
     hash_seed: A seed for the hash that distributes rows; equal on all
       processes.
+    wire_dtype: Rounds rows that are looked up, and their gradients, to this
+      dtype before they are sent, as in `zen_sync`. Owners store rows as they
+      are. A device rounds its own rows, too, so lookups are the same on any
+      number of devices. The derivative of a lookup ignores the rounding.
 
   Returns:
     `params` with a `ShardedTable` for each table; with `opt_state` a pair of
@@ -69,9 +75,10 @@ def shard(
   Raises:
     ValueError: No leaf is chosen, or one that has fewer than two dimensions or
       2**30 rows or more; `axis_name` is not one axis of the mesh, `replicas`
-      are not others of it, or `hash_seed` does not fit 32 bits; or `opt_state`
-      holds the state of a `zen_sync`.
-    TypeError: A chosen leaf is not floating.
+      are not others of it, `hash_seed` does not fit 32 bits, or `wire_dtype`
+      makes rows no shorter; or `opt_state` holds the state of a `zen_sync`.
+    TypeError: A chosen leaf is not floating, or `wire_dtype` is neither
+      floating nor int8 or int4.
 
   Example:
     >>> import jax
@@ -100,6 +107,7 @@ def shard(
     tables=tables,
     replicas=replicas,
     hash_seed=hash_seed,
+    wire_dtype=wire_dtype,
   )
   if opt_state is None:
     return params
@@ -127,7 +135,8 @@ def _sharded_state(
     for end, table in tables:
       rows = jnp.shape(x)[: table.ndim - 1]
       if path[len(path) - len(end) :] == end and rows == table.shape_of_rows:
-        return table.with_value(sharding.placed(x, table, mesh))
+        value = sharding.placed(x, table, mesh)
+        return dataclasses.replace(table, value=value, wire_dtype=None)
     return sharding.replicated(x, mesh)
 
   inner = jax.tree_util.tree_map_with_path(moved, opt_state)

@@ -1,4 +1,6 @@
-"""Packs small integers into words, and scales beside them."""
+"""Packs small numbers into words, with a scale for each block of them."""
+
+from collections.abc import Callable
 
 import jax
 from jax import lax
@@ -6,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenjax._src.core import arguments
+from zenjax._src.core import wire
 
 # Blocks fill whole words with 2 bits a number.
 _MULTIPLE = 32
 # The smallest scale. Numbers below 2^-126 are zero on some devices, and so may
 # be what is made of such a scale.
-_TINY = 2.0**-120
+_LEAST_POWER = -120
+_TINY = 2.0**_LEAST_POWER
 
 
 def check_block(block: int) -> None:
@@ -64,3 +68,56 @@ def without_scales(words: jax.Array, count: int) -> tuple[jax.Array, ...]:
   """Inverse of `with_scales`; scales are `[m, 1]`."""
   scales = lax.bitcast_convert_type(words[:, -count:], jnp.float32)
   return words[:, :-count], *jnp.split(scales, count, axis=1)
+
+
+def _to_nearest(x: jax.Array) -> jax.Array:
+  return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+
+
+def encode_integers(
+  x: jax.Array,
+  bits: int,
+  rounded: Callable[[jax.Array], jax.Array] = _to_nearest,
+) -> jax.Array:
+  """Converts `[m, block] float32` to integers and a scale, `[m, words] uint32`.
+
+  The largest magnitude of a block becomes the largest integer. Blocks must fill
+  whole words.
+  """
+  most = 2 ** (bits - 1) - 1
+  scale = checked(jnp.max(jnp.abs(x), axis=1) / most, x)
+  # The inverse of the largest scales would be a subnormal number.
+  size = jnp.where(scale > 2.0**100, jnp.float32(2.0**-64), jnp.float32(1))
+  # One division for each block: XLA would rewrite others as it likes.
+  times = jnp.where(scale > 0, 1 / (scale * size), jnp.zeros_like(scale))
+  x = rounded(x * size[:, None] * times[:, None])
+  codes = jnp.clip(x, -most, most).astype(jnp.int32)
+  return with_scales(packed(codes, bits), scale)
+
+
+def decode_integers(words: jax.Array, bits: int) -> jax.Array:
+  """Inverse of `encode_integers`, up to rounding."""
+  codes, scale = without_scales(words, 1)
+  return unpacked(codes, bits).astype(jnp.float32) * scale
+
+
+def encode_floats(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """Converts `[m, block] float32` to floats and a scale, `[m, words] uint32`.
+
+  The scale is a power of two, so that it rounds nothing.
+  """
+  _, exponent = jnp.frexp(jnp.max(jnp.abs(x), axis=1))
+  # One power less than the largest number has, which may have few digits.
+  exponent -= int(jnp.finfo(dtype).maxexp) - 1
+  # `checked` would make smaller scales zero, and numbers divided by them NaN.
+  scale = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent, _LEAST_POWER))
+  scale = checked(scale, x)
+  narrow = (x / scale[:, None]).astype(dtype)
+  return with_scales(wire.to_words(narrow), scale)
+
+
+def decode_floats(words: jax.Array, block: int, dtype: jnp.dtype) -> jax.Array:
+  """Inverse of `encode_floats`, up to rounding."""
+  words, scale = without_scales(words, 1)
+  narrow = wire.from_words(words, (block,), dtype)
+  return narrow.astype(jnp.float32) * scale

@@ -1,0 +1,280 @@
+"""Sharded tables whose rows and gradients are rounded when they are sent."""
+
+import functools
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import row_wires
+import runners
+from stablehlo import collectives
+
+import zenjax
+from zenjax._src.core import wire as wire_of_rows
+from zenjax._src.tables import fetch
+
+R, D, B, RATE = 600, 10, 48, 0.5
+WIRES = (*row_wires.SCALED, "bfloat16")
+LEVELS = {k: 2 * x for k, x in row_wires.HALF_LEVEL.items()} | {
+  "bfloat16": 1 / 128
+}
+
+
+def table_of() -> np.ndarray:
+  rng = np.random.default_rng(0)
+  return rng.normal(size=(R, D)).astype(np.float32)
+
+
+def batch_of(seed: int) -> tuple[np.ndarray, np.ndarray]:
+  rng = np.random.default_rng(seed)
+  ids = (rng.zipf(1.2, B) % R).astype(np.int32)
+  return ids, rng.normal(size=(B, D)).astype(np.float32)
+
+
+def sharded(n: int, wire: Any) -> Any:
+  return zenjax.tables.shard(
+    table_of(), runners.mesh(n), "data", tables=True, wire_dtype=wire
+  )
+
+
+def loss_fn(table, ids, y):
+  return 0.5 * jnp.mean(jnp.sum((table[ids] - y) ** 2, axis=-1))
+
+
+def sent(rows: np.ndarray, wire: str) -> np.ndarray:
+  if wire == "bfloat16":
+    return rows.astype(jnp.bfloat16).astype(np.float64)
+  return row_wires.rounded(rows, wire)
+
+
+def step_in_numpy(table, ids, y, n, wire) -> tuple[float, np.ndarray]:
+  """One step of SGD in float64: rows come rounded, and so do their sums."""
+  rows = sent(table[ids], wire)
+  loss = 0.5 * np.mean(np.sum((rows - y) ** 2, axis=-1))
+  total = np.zeros_like(table)
+  for device in range(n):
+    part = slice(device * B // n, (device + 1) * B // n)
+    local = np.zeros_like(table)
+    # The derivative of a lookup does not see the rounding of its row.
+    np.add.at(local, ids[part], (rows[part] - y[part]) / (B // n))
+    total += sent(local, wire)
+  return loss, table - RATE * total / n
+
+
+def step_of(n: int, way: str, **options: Any) -> tuple[Any, Any]:
+  mesh = runners.mesh(n)
+  around = None if way == "data_parallel" else mesh
+  tx = zenjax.sharded_optimizer(optax.sgd(RATE), "data", mesh=around, **options)
+
+  def step(state, *batch):
+    table, opt_state = state
+    loss, grads = zenjax.value_and_grad(loss_fn)(table, *batch)
+    updates, opt_state = tx.update(grads, opt_state, table)
+    return (zenjax.apply_updates(table, updates), opt_state), loss
+
+  if way == "data_parallel":
+    step = zenjax.data_parallel(step, mesh, "data")
+  return tx, jax.jit(step)
+
+
+@pytest.mark.parametrize(
+  ("wire", "n", "way"),
+  [
+    *((wire, 4, "jit") for wire in WIRES),
+    *(("int8", n, "jit") for n in (1, 2, 8)),
+    ("float8_e4m3fn", 8, "data_parallel"),
+    ("int4", 2, "data_parallel"),
+  ],
+)
+def test_steps_are_those_of_the_model(wire, n, way):
+  table = sharded(n, jnp.dtype(wire))
+  tx, step = step_of(n, way)
+  state = table, zenjax.init_state(tx, table, runners.mesh(n), "data")
+  split = jax.NamedSharding(runners.mesh(n), jax.P("data"))
+  wanted = table_of().astype(np.float64)
+  for seed in range(3):
+    batch = batch_of(seed)
+    before = wanted
+    loss, wanted = step_in_numpy(wanted, *batch, n, wire)
+    state, got_loss = step(state, *jax.device_put(batch, split))
+    np.testing.assert_allclose(got_loss, loss, rtol=1e-3)
+    got = np.asarray(zenjax.tables.unshard(state[0]), np.float64)
+    size = np.abs(wanted - before).max(axis=-1, keepdims=True) + 1e-9
+    off = np.abs(got - wanted)
+    assert (off <= 2 * LEVELS[wire] * size + 1e-6).all()
+    assert (off > 1e-5).mean() < 5e-3
+    wanted = got  # A number on the other side of a middle stays there.
+  assert state[0].wire_dtype == jnp.dtype(wire)
+  assert step._cache_size() == 1 or n == 1
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_lookups_are_the_same_on_any_number_of_devices(wire):
+  """A device rounds its own rows, too."""
+  ids = np.arange(0, R, 25, dtype=np.int32)
+  rows = {}
+  for n in (1, 2, 4, 8):
+    look_up = jax.jit(zenjax.tables.apply(lambda table, ids: table[ids]))
+    rows[n] = np.asarray(look_up(sharded(n, wire), ids))
+    np.testing.assert_array_equal(rows[n], rows[1])
+  want = sent(table_of()[ids].astype(np.float64), wire)
+  row_wires.agree(rows[1], want, LEVELS[wire])
+
+
+def test_float32_is_what_it_was():
+  """The same program, and the numbers of a replicated table."""
+  texts = []
+  for wire in (None, jnp.float32):
+    table = sharded(4, wire)
+    tx, step = step_of(4, "jit")
+    state = table, zenjax.init_state(tx, table, runners.mesh(4), "data")
+    split = jax.NamedSharding(runners.mesh(4), jax.P("data"))
+    batch = jax.device_put(batch_of(0), split)
+    texts.append(step.lower(state, *batch).as_text())
+    state, loss = step(state, *batch)
+    want, grad = jax.value_and_grad(loss_fn)(table_of(), *batch_of(0))
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    np.testing.assert_allclose(
+      zenjax.tables.unshard(state[0]), table_of() - RATE * grad, rtol=1e-5
+    )
+  assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16", "int8", "int4"])
+def test_a_step_sends_and_counts_what_is_declared(wire):
+  n = 4
+  table = sharded(n, wire)
+  tx, step = step_of(n, "jit")
+  state = table, zenjax.init_state(tx, table, runners.mesh(n), "data")
+  split = jax.NamedSharding(runners.mesh(n), jax.P("data"))
+  batch = jax.device_put(batch_of(0), split)
+  found = [
+    x.words
+    for x in collectives(step.lower(state, *batch))
+    if x.op == "all_to_all" and not x.inside
+  ]
+  size = fetch.buffer_size(B // n, table.layout, ())
+  ids, rows, _ = fetch.words_of_round(size, n, table.row_wire)
+  # Slots of gradient rows may be a bitmap, which is shorter.
+  pushed = rows + n * (1 + wire_of_rows.index_words(size, table.layout.slots))
+  assert found == [ids, rows, pushed]
+  columns = {None: 10, "bfloat16": 5, "int8": 4, "int4": 3}[wire]
+  assert found[1] == n * size * columns
+  state, _ = step(state, *batch)
+  counted = zenjax.stats(state[1])["leaf"]
+  if counted["rounds"] == counted["fetch_rounds"] == 1:
+    others = 4 * (n - 1) / n
+    assert counted["wire_bytes"] >= others * sum(found)
+    assert counted["wire_bytes"] < others * sum(found) + 4 * 64
+
+
+def test_the_wire_stays_with_the_table():
+  """Through checkpoints, other devices, `tune` and nnx; states have none."""
+  table = sharded(4, jnp.int8)
+  tx, step = step_of(4, "jit")
+  state = table, zenjax.init_state(tx, table, runners.mesh(4), "data")
+  split = jax.NamedSharding(runners.mesh(4), jax.P("data"))
+  state, _ = step(state, *jax.device_put(batch_of(0), split))
+  tuned = zenjax.tune(state)
+  assert tuned[0].wire_dtype == jnp.int8
+  saved = zenjax.to_checkpoint(state)
+  assert saved[0].wire_dtype == jnp.int8
+  moved = zenjax.from_checkpoint(saved, runners.mesh(2), "data")
+  assert moved[0].wire_dtype == jnp.int8 and moved[0].devices == 2
+  _, on_two = step_of(2, "jit")
+  split = jax.NamedSharding(runners.mesh(2), jax.P("data"))
+  moved, _ = on_two(moved, *jax.device_put(batch_of(1), split))
+  assert moved[0].wire_dtype == jnp.int8
+  whole = zenjax.tables.unshard(moved[0])
+  assert isinstance(whole, jax.Array)
+
+
+@pytest.mark.parametrize("before", [None, "int4"])
+def test_a_state_goes_on_with_another_wire(before, as_optax_computes):
+  """Moments have a row for each row, but are never sent."""
+  mesh, adam = runners.mesh(2), optax.adam(0.1)
+  params, state = zenjax.tables.shard(
+    {"t": table_of()},
+    mesh,
+    "data",
+    tables=True,
+    wire_dtype=before,
+    opt_state=adam.init({"t": table_of()}),
+  )
+  tx = zenjax.sharded_optimizer(adam, "data", mesh=mesh)
+  structure = jax.tree.structure(zenjax.init_state(tx, params, mesh, "data"))
+  assert jax.tree.structure(state) == structure
+  whole = zenjax.tables.unshard(params)
+  params = zenjax.tables.shard(
+    whole, mesh, "data", tables=True, wire_dtype=jnp.int8
+  )
+  split = jax.NamedSharding(mesh, jax.P("data"))
+  ids, y = jax.device_put(batch_of(0), split)
+  loss = lambda params, *batch: loss_fn(params["t"], *batch)
+
+  @jax.jit
+  def step(params, state):
+    _, grads = zenjax.value_and_grad(loss)(params, ids, y)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params, after = step(params, state)
+  assert params["t"].wire_dtype == jnp.int8
+  assert jax.tree.structure(after) == structure
+
+
+def test_nnx_modules():
+  mesh = runners.mesh(4)
+  net = nnx.Embed(R, D, rngs=nnx.Rngs(0))
+  shard = functools.partial(
+    zenjax.tables.shard, mesh=mesh, axis_name="data", tables=True
+  )
+  nnx.update(net, shard(nnx.state(net, nnx.Param), wire_dtype=jnp.int8))
+  optimizer = nnx.Optimizer(
+    net,
+    zenjax.sharded_optimizer(optax.adagrad(0.1), "data", mesh=mesh),
+    wrt=nnx.Param,
+  )
+
+  @nnx.jit
+  def step(net, optimizer, ids, y):
+    loss = lambda net: jnp.mean((net(ids) - y) ** 2)
+    grads = zenjax.value_and_grad(loss)(net)[1]
+    optimizer.update(net, grads)
+
+  batch = jax.device_put(batch_of(0), jax.NamedSharding(mesh, jax.P("data")))
+  step(net, optimizer, *batch)
+  table: Any = net.embedding.get_raw_value()
+  assert table.wire_dtype == jnp.int8
+
+
+def test_rows_with_nan_stay_nan():
+  table = table_of()
+  table[3, 4], table[7, 1] = np.nan, np.inf
+  for wire in ("int4", "float8_e5m2"):
+    given = zenjax.tables.shard(
+      table, runners.mesh(4), "data", tables=True, wire_dtype=wire
+    )
+    look_up = jax.jit(zenjax.tables.apply(lambda table, ids: table[ids]))
+    rows = look_up(given, jnp.array([3, 7, 8, 9], jnp.int32))
+    assert np.isnan(rows[:2]).all() and np.isfinite(rows[2:]).all()
+
+
+@pytest.mark.parametrize(
+  ("wire", "shape", "kind", "words"),
+  [
+    (jnp.int16, (R, D), TypeError, "`wire_dtype` .*jnp.int8"),
+    (jnp.int8, (R, 2), ValueError, "`wire_dtype` int8 .*2 columns"),
+    (jnp.float32, (R, D), ValueError, "wider than bfloat16"),
+  ],
+)
+def test_wires_that_are_refused(wire, shape, kind, words):
+  table = jnp.zeros(shape, jnp.bfloat16 if "wider" in words else jnp.float32)
+  with pytest.raises(kind, match=words):
+    zenjax.tables.shard(
+      table, runners.mesh(2), "data", tables=True, wire_dtype=wire
+    )
