@@ -130,6 +130,28 @@ def test_no_gradient_is_lost_on_other_devices(op, old, new):
   np.testing.assert_allclose(after, params - 0.05 * want, atol=1e-6)
 
 
+def test_accumulated_gradients_move_by_like():
+  inner: Any = optax.MultiSteps(zenjax.zen_sync("data"), 3)
+  tx = zenjax.delayed(inner, "data")
+  _, (_, state) = trained(tx, models.problem(2, 4, 1), runners.mesh(4))
+  like = zenjax.init_state(tx, W, runners.mesh(2), "data")
+  saved = zenjax.to_checkpoint(state)
+  moved = zenjax.from_checkpoint(saved, runners.mesh(2), "data", like=like)
+  mean = lambda x: np.asarray(x).reshape(-1, *W.shape).mean(axis=0)
+  want = mean(saved.inner.acc_grads)
+  assert np.abs(want).max() > 0
+  np.testing.assert_allclose(mean(moved.inner.acc_grads), want, atol=1e-6)
+
+
+def test_updates_keep_the_dtype_of_gradients():
+  """bfloat16 gradients of float32 parameters are sent in bfloat16."""
+  tx: Any = zenjax.delayed(zenjax.zen_sync("data"), "data")
+  step = lambda g: tx.update(g.astype(jnp.bfloat16), tx.init(g))
+  update, state = jax.vmap(step, axis_name="data")(jnp.ones((2, 3)))
+  assert update.dtype == jnp.bfloat16
+  assert state.saved.value.dtype == jnp.float32
+
+
 def twice(tree, axis):
   tx = zenjax.delayed(zenjax.zen_sync(axis), axis)
   zero, state = tx.update(tree, tx.init(tree))

@@ -199,6 +199,40 @@ def test_on_other_devices(old, new):
   assert np.isfinite(loss)
 
 
+def test_multi_steps_inside_and_outside_move_by_like():
+  inner = optax.MultiSteps(optax.sgd(0.1), 2)
+  outer = optax.MultiSteps(optax.chain(zenjax.zen_sync("data")), 3)
+  local, _ = pieces(inner, optax.identity(), 3)
+  state, _ = trained("data_parallel", local, outer, models.problem(1, 4, 3))
+  saved = zenjax.to_checkpoint(state)
+  like = made(local, outer, runners.mesh(2))
+  moved = zenjax.from_checkpoint(saved, runners.mesh(2), "data", like=like)
+  mean = lambda x: np.asarray(x).reshape(-1, *W.shape).mean(axis=0)
+  want = mean(saved[2].acc_grads)
+  np.testing.assert_allclose(mean(moved[2].acc_grads), want, atol=1e-6)
+
+
+def test_check_step_compares_copies():
+  def build(mesh):
+    local, outer = pieces(optax.adam(0.1), optax.sgd(1.0), 2)
+    split = lambda x: x.reshape(2, -1, *x.shape[1:])
+    one_round = stepper(local, outer)
+    step = zenjax.data_parallel(
+      lambda state, x: one_round(state, jax.tree.map(split, x)), mesh, "data"
+    )
+
+    def checked(params, opt_state, *batch):
+      (params, *opt_state), loss = step((params, *opt_state), *batch)
+      return params, tuple(opt_state), loss
+
+    params, *opt_state = made(local, outer, mesh)
+    return jax.jit(checked), params, tuple(opt_state)
+
+  x, y = (x[0].reshape(20, -1) for x in models.problem(1, 2, 2))
+  batch = (models.Problem(x, y),)
+  assert zenjax.check_step(build, runners.mesh(2), batch).ok
+
+
 def test_the_pseudo_gradient_has_the_dtype_of_parameters():
   local = zenjax.local_steps(
     lambda w, x: jnp.sum((w["a"].astype(jnp.float32) + w["b"] - x) ** 2),
@@ -217,6 +251,14 @@ def test_the_pseudo_gradient_has_the_dtype_of_parameters():
   assert loss.shape == (2,)
 
 
+def test_an_inner_optimizer_without_arrays_takes_any_state():
+  local = local_of(inner=optax.sgd(0.1))
+  run = lambda b: local(W, optax.sgd(0.1).init(W), b)[1].value
+  data = models.problem(1, 2, 2).one(0)
+  state = jax.eval_shape(jax.vmap(run, axis_name="data"), data)
+  assert state == optax.sgd(0.1).init(W)
+
+
 def local_of(every: Any = 2, inner=None):
   return pieces(inner or optax.adam(0.1), optax.sgd(1.0), every)[0]
 
@@ -233,14 +275,14 @@ def sharded(shape=(4096, 8)):
 REFUSED = {
   "every in words": (
     lambda: local_of(every="8"),
-    TypeError,
+    ValueError,
     ("`every`", "'8'"),
   ),
   "no step": (lambda: local_of(every=0), ValueError, ("`every`", "0")),
   "another dimension": (
     lambda: in_vmap(local_of(4), models.problem(1, 2, 3).one(0)),
     ValueError,
-    ("`batches`", "`every`=4", "(3, 5, 3)", "[devices * 4"),
+    ("`batches`", "[4, ...]", "(3, 5, 3)", "x.reshape(4, -1"),
   ),
   "init outside": (
     lambda: local_of().init(W),

@@ -135,7 +135,8 @@ def test_plain_jit():
     @jax.jit
     def step(w, state, x):
       grads = jax.grad(loss)(zenjax.unreduced(w, "data"), x)
-      return tx.update(grads, state, w)
+      # `value` is for others in the chain, such as `reduce_on_plateau`.
+      return tx.update(grads, state, w, value=jnp.sum(x))
 
     _, state = step(w, state, x)
     update, state = step(w, state, x)
@@ -177,6 +178,10 @@ def test_a_state_without_arrays_moves():
   jax.eval_shape(step, state, jnp.ones((4, 3, 2)))
 
 
+def sharded_table():
+  return zenjax.tables.shard(jnp.zeros((4096, 8)), runners.mesh(2), "data")
+
+
 def updated(grads, tx=MOMENTUM):
   return refusals.trace(lambda _: tx.update(grads, tx.init(W)))
 
@@ -198,6 +203,13 @@ REFUSED = {
     lambda: MOMENTUM.init(W),
     ValueError,
     ("`per_device`", "zenjax.init_state"),
+  ),
+  "a sharded table": (
+    lambda: zenjax.init_state(
+      MOMENTUM, {"t": sharded_table()}, runners.mesh(2), "data"
+    ),
+    ValueError,
+    ("`params` of per_device", "'t'", "zenjax.sharded_optimizer"),
   ),
   "a synchronization": (
     lambda: updated(W, zenjax.per_device(zenjax.zen_sync("data"), "data")),

@@ -130,9 +130,9 @@ def check_step(
 
   Rounding is measured: the steps on one device run a second time with the
   examples in reverse order. A program whose result depends on that order, such
-  as one with dropout, cannot be compared. With sparsifiers and compressors,
-  only copies on different devices are compared, because each device chooses
-  for itself what it sends.
+  as one with dropout, cannot be compared. With sparsifiers, compressors,
+  `local_steps`, `delayed` and `per_device`, only copies on different devices
+  are compared, because many devices don't train what one does.
 
   Args:
     build: `build(mesh) -> (step, params, opt_state)`. It makes the program for
@@ -196,7 +196,7 @@ def check_step(
   ]
   if one.selects:
     notes.append(
-      "each device chooses for itself what a sparsifier or compressor sends, so"
+      "each device chooses for itself what it sends, or trains by itself, so"
       " many devices don't train what one does: only copies are compared."
     )
   elif by_order:

@@ -6,33 +6,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zenjax._src.core import collectives
 from zenjax._src.core.arguments import AxisName
-from zenjax._src.core.folding import folded
 from zenjax._src.sync import device_state
-from zenjax._src.sync import gradient_tree
-from zenjax._src.sync import sync_options
-from zenjax._src.sync import whole_batch
-from zenjax._src.sync.device_state import PerDeviceState
-
-_BY = "delayed"
 
 
 class DelayedState(NamedTuple):
   """State of `zenjax.delayed`."""
 
-  saved: PerDeviceState  # each device's gradients of the last step
+  saved: Any  # a PerDeviceState: gradients of the last step
   inner: Any  # the state of the synchronization
-
-  def on_devices(self, devices: int, averages: bool) -> "DelayedState":
-    """Converts saved gradients in host memory to other devices; none is lost.
-
-    Args:
-      devices: The number of devices.
-      averages: Whether gradients will be averaged over devices, not summed.
-    """
-    fold = lambda x: folded(x, devices, averages=averages)
-    return self._replace(saved=jax.tree.map(fold, self.saved))
 
 
 def delayed(
@@ -57,7 +39,8 @@ def delayed(
 
   Each device keeps one copy of its gradients, so make the state with
   `zenjax.init_state`. `zenjax.from_checkpoint` moves it to another number of
-  devices, and no gradient is lost.
+  devices, and no gradient is lost. Gradients are saved in the dtype of their
+  parameter, and come back in their own.
 
   Args:
     tx: `zenjax.zen_sync`, `zenjax.compress.all_reduce`, or a chain with one of
@@ -93,20 +76,12 @@ def delayed(
     collectives.
   """
   tx = optax.with_extra_args_support(tx)
-  options = sync_options.check(axis_name)
-  axes = options.axes
+  zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
+  swap = optax.GradientTransformationExtraArgs(zeros, _swapped)
+  swap = device_state.transformation("delayed", swap, axis_name)
 
   def init_fn(params: optax.Params) -> Any:
-    collectives.size_in_init(axes, _BY)
-    nothing = jax.tree.map(jnp.zeros_like, params)
-    return DelayedState(device_state.packed(nothing, axes), tx.init(params))
-
-  def swapped(updates: Any, saved: Any) -> tuple[Any, PerDeviceState]:
-    context = gradient_tree.context_of(options)
-    gradient_tree.local_leaves(updates, context)
-    old = device_state.unpacked(_BY, context.devices, saved, updates)
-    new = jax.tree.map(lambda x, like: x.astype(like.dtype), updates, old)
-    return old, device_state.packed(new, axes)
+    return DelayedState(swap.init(params), tx.init(params))
 
   def update_fn(
     updates: optax.Updates,
@@ -114,15 +89,14 @@ def delayed(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, DelayedState]:
-    gradient_tree.refuse_rows(updates, _BY)
-    around = collectives.mesh_around(axes, updates, None)
-    if around is None:
-      old, saved = swapped(updates, state.saved)
-    else:
-      old, saved = whole_batch.select(
-        swapped, updates, state.saved, around, axes, by=_BY, sums=False
-      )
+    old, saved = swap.update(updates, state.saved)
     old, inner = tx.update(old, state.inner, params, **extra_args)
     return old, DelayedState(saved, inner)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _swapped(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
+  """Returns the saved gradients as updates, and saves the new ones."""
+  cast = lambda x, like: x.astype(like.dtype)
+  return jax.tree.map(cast, state, updates), jax.tree.map(cast, updates, state)

@@ -6,10 +6,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+import optax
 
+from zenjax._src.core import collectives
+from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
 from zenjax._src.core.folding import spread
+from zenjax._src.rows import leaf_util
+from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.sync import gradient_tree
+from zenjax._src.sync import sync_options
+from zenjax._src.sync import whole_batch
 
 
 class PerDeviceState(NamedTuple):
@@ -35,6 +42,52 @@ class PerDeviceState(NamedTuple):
     return jax.tree.map(lambda x: spread(x, devices), self)
 
 
+def transformation(
+  by: str, tx: optax.GradientTransformationExtraArgs, axis_name: AxisName
+) -> optax.GradientTransformationExtraArgs:
+  """Returns `tx`, run on each device's own gradients, with a state of its own.
+
+  Args:
+    by: The name of the public function.
+    tx: A transformation of arrays that sends nothing.
+    axis_name: The axis or axes that devices are mapped over.
+  """
+  options = sync_options.check(axis_name)
+  axes = options.axes
+
+  def init_fn(params: optax.Params) -> Any:
+    return init(by, tx, params, axes)
+
+  def update_fn(
+    updates: optax.Updates,
+    state: Any,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, PerDeviceState]:
+    _refuse_rows(updates, by)
+    around = collectives.mesh_around(axes, updates, None)
+    if around is not None:
+      # In plain `jit`, each device has its part of unreduced arrays.
+      return whole_batch.select(
+        update_fn, updates, state, around, axes, by=by, sums=False
+      )
+    context = gradient_tree.context_of(options)
+    gradient_tree.local_leaves(updates, context)
+    like = updates if params is None else params
+    own = unpacked(by, context.devices, state, jax.eval_shape(tx.init, like))
+    updates, own = tx.update(updates, own, params, **extra_args)
+    return gradient_tree.as_varying(updates, axes), packed(own, axes)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def init(by: str, tx: Any, params: Any, axes: Axes) -> PerDeviceState:
+  """Returns the first state of one device, for `zenjax.init_state`."""
+  collectives.size_in_init(axes, by)
+  leaf_util.refuse_sharded(params, "params", by)
+  return packed(tx.init(params), axes)
+
+
 def packed(tree: Any, axes: Axes) -> PerDeviceState:
   """Returns the state of one device, inside of a mapping over `axes`."""
   one = lambda x: jnp.asarray(x)[None]
@@ -45,27 +98,37 @@ def unpacked(by: str, devices: int, state: Any, fresh: Any) -> Any:
   """Returns the tree that `packed` was given.
 
   Args:
-    by: The name of the transformation.
+    by: The name of the public function.
     devices: The number of devices.
     state: The state of one device.
-    fresh: What the tree must have in common with, or its shapes.
+    fresh: A tree of the shapes that are needed.
 
   Raises:
     ValueError: The state was made for other gradients or devices.
   """
-  given = isinstance(state, PerDeviceState)
-  got = _facts(state.value, 0) if given else {}
-  require_made_for(by, devices, got, _facts(fresh, 1))
-  return jax.tree.map(lambda x: x[0], state.value)
+  value = state.value if isinstance(state, PerDeviceState) else ()
+  require_made_for(by, devices, _shapes(value), _shapes(fresh, (1,)))
+  structure = jax.tree.structure(fresh)
+  return structure.unflatten([x[0] for x in jax.tree.leaves(value)])
 
 
-def _facts(tree: Any, lacking: int) -> dict[str, str]:
-  """Returns shapes by path, with so many leading dimensions added."""
+def _shapes(tree: Any, leading: tuple[int, ...] = ()) -> dict[str, str]:
+  """Returns shapes by path, behind `leading` dimensions."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return {
-    f"leaf {jax.tree_util.keystr(path)}": str((1,) * lacking + x.shape)
-    for path, x in leaves
-  }
+  name = jax.tree_util.keystr
+  return {f"leaf {name(path)}": str(leading + x.shape) for path, x in leaves}
+
+
+def _refuse_rows(updates: Any, by: str) -> None:
+  for name, leaf in leaf_util.named_leaves(updates, is_rows):
+    if is_rows(leaf):
+      raise TypeError(
+        f"`updates` of {by} must be arrays, but leaf {name!r} is SparseRows,"
+        " whose rows differ in every step. Leave the table to"
+        " `optax.chain(zen_sync(axis_name), lazy_rows(optimizer))` by"
+        " `optax.partition`, or take all gradients as arrays with"
+        " `jax.value_and_grad`."
+      )
 
 
 def require_made_for(

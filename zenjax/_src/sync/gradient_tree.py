@@ -365,16 +365,3 @@ def local_leaves(tree: Any, context: Context) -> list[tuple[str, Any]]:
           f" return `jax.lax.pmean(loss, {axes!r})`."
         )
   return leaves
-
-
-def refuse_rows(updates: Any, by: str) -> None:
-  """Raises TypeError if a gradient is SparseRows, which `by` can't keep."""
-  for name, leaf in leaf_util.named_leaves(updates, is_rows):
-    if is_rows(leaf):
-      raise TypeError(
-        f"`updates` of {by} must be arrays, but leaf {name!r} is SparseRows,"
-        f" whose rows differ in every step. Leave the table to"
-        " `optax.chain(zen_sync(axis_name), lazy_rows(optimizer))` by"
-        " `optax.partition`, or take all gradients as arrays with"
-        " `jax.value_and_grad`."
-      )

@@ -11,15 +11,14 @@ import numpy as np
 import optax
 
 from zenjax._src.core import arguments
-from zenjax._src.core import collectives
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
 from zenjax._src.sync import device_state
 from zenjax._src.sync import gradient_tree
+from zenjax._src.sync import sync_options
 from zenjax._src.sync.device_state import PerDeviceState
-from zenjax._src.tables.sharded_table import is_sharded
-from zenjax._src.training.per_device import local_init
+from zenjax._src.training import per_device
 
 _BY = "local_steps"
 
@@ -29,16 +28,13 @@ class LocalSteps:
   """What `zenjax.local_steps` returns."""
 
   loss_fn: Callable[[Any, Any], jax.Array]
-  inner: optax.GradientTransformation
+  inner: optax.GradientTransformationExtraArgs
   every: int
   axes: Axes
 
   def init(self, params: Any) -> PerDeviceState:
     """Makes the inner optimizer's state; call it by `zenjax.init_state`."""
-    collectives.size_in_init(self.axes, _BY)
-    _refuse_sharded(params)
-    own = local_init(_BY, self.inner, params)
-    return device_state.packed(own, self.axes)
+    return device_state.init(_BY, self.inner, params, self.axes)
 
   def __call__(
     self, params: Any, inner_state: PerDeviceState, batches: Any
@@ -54,8 +50,8 @@ class LocalSteps:
       `((loss, pseudo_gradient), inner_state)`, all of this device: the mean
       loss of its steps, and by how much its parameters became smaller.
     """
-    devices = self._devices()
-    _refuse_sharded(params)
+    options = sync_options.check(self.axes)
+    devices = gradient_tree.context_of(options).devices
     self._check_batches(batches)
     fresh = jax.eval_shape(self.inner.init, params)
     own = device_state.unpacked(_BY, devices, inner_state, fresh)
@@ -67,35 +63,20 @@ class LocalSteps:
       params, state = carry
       loss, grads = jax.value_and_grad(self.loss_fn)(params, batch)
       updates, state = self.inner.update(grads, state, params)
-      params = optax.apply_updates(params, updates)
-      return varying((params, state)), varying(loss)
+      return varying((optax.apply_updates(params, updates), state)), loss
 
-    (last, own), losses = lax.scan(
-      step, (first, own), batches, length=self.every
-    )
-    loss = jnp.mean(losses, dtype=collectives.accumulator(losses.dtype))
-    gradient = jax.tree.map(jnp.subtract, first, last)
-    return (loss, gradient), device_state.packed(own, self.axes)
-
-  def _devices(self) -> int:
-    try:
-      return collectives.size(self.axes)
-    except NameError as error:
-      raise NameError(
-        "`local_steps` takes steps on each device alone, so its `axis_name`"
-        f" must be bound, but {self.axes!r} isn't. In plain jit there is only"
-        " one set of parameters for all devices. Call it inside shard_map or"
-        " pmap, or wrap your step in `zenjax.data_parallel`."
-      ) from error
+    (last, own), losses = lax.scan(step, (first, own), batches, self.every)
+    moved = jax.tree.map(jnp.subtract, first, last)
+    return (jnp.mean(losses), moved), device_state.packed(own, self.axes)
 
   def _check_batches(self, batches: Any) -> None:
     for name, leaf in leaf_util.named_leaves(batches):
       if np.shape(leaf)[:1] != (self.every,):
         raise ValueError(
-          f"`batches` must have a leading dimension of `every`={self.every} on"
-          f" each device, but leaf {name!r} has shape {np.shape(leaf)}. Stack a"
-          f" batch for each step: [{self.every}, examples, ...]. In"
-          f" `data_parallel`, give [devices * {self.every}, examples, ...]."
+          "`batches` must hold one batch for each of `every` steps, so leaf"
+          f" {name!r} must have shape [{self.every}, ...] on each device, but"
+          f" has {np.shape(leaf)}. Split a device's examples in your step:"
+          f" `x.reshape({self.every}, -1, *x.shape[1:])`."
         )
 
 
@@ -130,8 +111,7 @@ def local_steps(
 
   Nothing is sent unless `loss_fn` sends it. The state of `inner` differs
   between devices and goes on in the next round. `zenjax.from_checkpoint` moves
-  it to another number of devices: floating arrays keep their mean over devices,
-  and everything else is the first device's.
+  it to another number of devices as for `zenjax.per_device`.
 
   Args:
     loss_fn: `(params, batch) -> loss` of one device.
@@ -145,10 +125,9 @@ def local_steps(
     batches with a leading dimension of `every`.
 
   Raises:
-    ValueError: `every` isn't positive; `inner` synchronizes; parameters are
-      sharded tables; or, in a call, `batches` has another leading dimension, or
-      the state wasn't made for these devices.
-    TypeError: `every` isn't an integer.
+    ValueError: `every` isn't a positive integer; `inner` synchronizes;
+      parameters are sharded tables; or, in a call, `batches` has another
+      leading dimension, or the state wasn't made for these devices.
     NameError: In a call, no axis of that name is bound, as in plain `jit`.
 
   Example:
@@ -176,19 +155,7 @@ def local_steps(
     Converges Fast and Communicates
     Little](https://arxiv.org/abs/1805.09767), ICLR 2019.
   """
-  if not arguments.is_integer(every):
-    raise TypeError(f"`every` must be an integer, got {every!r}.")
-  if every < 1:
-    raise ValueError(f"`every` must be at least 1, got {every}.")
+  if not arguments.is_integer(every) or every < 1:
+    raise ValueError(f"`every` must be a positive integer, got {every!r}.")
+  inner = per_device.checked(_BY, inner)
   return LocalSteps(loss_fn, inner, every, arguments.axes(axis_name))
-
-
-def _refuse_sharded(params: Any) -> None:
-  for name, leaf in leaf_util.named_leaves(params, is_sharded):
-    if is_sharded(leaf):
-      raise ValueError(
-        f"`params` of local_steps hold the sharded table {name!r}, and every"
-        " step would have to fetch its rows from other devices. Use a"
-        " replicated table, or train sharded tables with"
-        " `zenjax.sharded_optimizer`, which exchanges rows in every step."
-      )

@@ -2,20 +2,12 @@
 
 from typing import Any
 
-import jax
 import optax
 
-from zenjax._src.core import collectives
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.sync import device_state
-from zenjax._src.sync import gradient_tree
-from zenjax._src.sync import sync_options
 from zenjax._src.sync import sync_state
-from zenjax._src.sync import whole_batch
-from zenjax._src.sync.device_state import PerDeviceState
 from zenjax._src.training import placement
-
-_BY = "per_device"
 
 
 def per_device(
@@ -44,7 +36,8 @@ def per_device(
 
   Args:
     tx: Any transformation of arrays that sends nothing. In plain `jit`, where
-      it sees each device's part of unreduced arrays, it gets no parameters.
+      it sees each device's part of unreduced arrays, it gets neither parameters
+      nor further arguments of `update`, such as `value`.
     axis_name: As given to the synchronization that follows.
 
   Returns:
@@ -74,50 +67,23 @@ def per_device(
     >>> state[0].value.trace[:, 0].tolist()
     [[3.0, 0.0], [6.0, 12.0]]
   """
+  tx = checked("per_device", tx)
+  return device_state.transformation("per_device", tx, axis_name)
+
+
+def checked(by: str, tx: Any) -> optax.GradientTransformationExtraArgs:
+  """Returns `tx`, whose `init` raises ValueError if it synchronizes."""
   tx = optax.with_extra_args_support(tx)
-  options = sync_options.check(axis_name)
-  axes = options.axes
 
   def init_fn(params: optax.Params) -> Any:
-    collectives.size_in_init(axes, _BY)
-    return device_state.packed(local_init(_BY, tx, params), axes)
-
-  def update_fn(
-    updates: optax.Updates,
-    state: Any,
-    params: optax.Params | None = None,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, PerDeviceState]:
-    gradient_tree.refuse_rows(updates, _BY)
-    around = collectives.mesh_around(axes, updates, None)
-    if around is not None:
-      # In plain `jit`, each device has its part of unreduced arrays.
-      update = lambda updates, state: update_fn(updates, state, **extra_args)
-      return whole_batch.select(
-        update, updates, state, around, axes, by=_BY, sums=False
+    state = tx.init(params)
+    synced = sync_state.nodes(state, sync_state.ZenSyncState)
+    if synced or placement.own_nodes(state):
+      raise ValueError(
+        f"The transformation inside `{by}` synchronizes gradients, but it must"
+        " run on each device alone. Put zen_sync, compressors and sparsifiers"
+        f" behind `{by}`, not inside."
       )
-    context = gradient_tree.context_of(options)
-    gradient_tree.local_leaves(updates, context)
-    like = updates if params is None else params
-    fresh = jax.eval_shape(tx.init, like)
-    own = device_state.unpacked(_BY, context.devices, state, fresh)
-    updates, own = tx.update(updates, own, params, **extra_args)
-    updates = gradient_tree.as_varying(updates, axes)
-    return updates, device_state.packed(own, axes)
+    return state
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def local_init(
-  by: str, tx: optax.GradientTransformation, params: optax.Params
-) -> Any:
-  """Returns `tx.init(params)`; raises ValueError if `tx` synchronizes."""
-  state = tx.init(params)
-  synced = sync_state.nodes(state, sync_state.ZenSyncState)
-  if synced or placement.own_nodes(state):
-    raise ValueError(
-      f"The transformation inside `{by}` synchronizes gradients, but it must"
-      " run on each device alone. Put zen_sync, compressors and sparsifiers"
-      f" behind `{by}`, not inside."
-    )
-  return state
+  return optax.GradientTransformationExtraArgs(init_fn, tx.update)

@@ -206,32 +206,31 @@ def _moved_to(
       f"`like` has {names(like)}, but `state` has {names(state)}. Make it with"
       " `zenjax.init_state(tx, params, mesh, axis_name)` for the same `tx`."
     )
-  others = iter(sync_state.nodes(like, optax.MultiStepsState))
+  others = iter(sync_state.nodes(like, kinds))
 
   def moved(node: Any) -> Any:
+    if not isinstance(node, kinds):
+      return node
+    other = next(others, None)
     if isinstance(node, _STATES):
       averages = lambda name: _averages(name, syncs)
       return jax.tree.map(on_host, node).on_devices(devices, averages)
     if isinstance(node, PerDeviceState):
       return jax.tree.map(on_host, node).on_devices(devices)
     if isinstance(node, DelayedState):
-      saved = jax.tree.map(on_host, node.saved)
-      waits = any(x.any() for x in jax.tree.leaves(saved))
-      averages = waits and _averages_all(node.inner, "delayed")
-      inner = _moved_to(node.inner, devices, None, syncs)
-      return DelayedState(saved, inner).on_devices(devices, averages)
+      averages = _averages_all(node.inner, "delayed")
+      fold = lambda x: folded(on_host(x), devices, averages=averages)
+      inner = _moved_to(node.inner, devices, other and other.inner, syncs)
+      return DelayedState(jax.tree.map(fold, node.saved), inner)
     if isinstance(node, CompressState):
       own = jax.tree.map(on_host, node._replace(others=()))
       inner = _moved_to(node.others, devices, None, syncs)
       return own.on_devices(devices)._replace(others=inner)
-    if isinstance(node, optax.MultiStepsState):
-      other = next(others, None)
-      if placement.accumulates_local(node):
-        node = node._replace(acc_grads=_accumulated(node, devices, other))
-      inner = other and other.inner_opt_state
-      inner = _moved_to(node.inner_opt_state, devices, inner, syncs)
-      return node._replace(inner_opt_state=inner)
-    return node
+    if placement.accumulates_local(node):
+      node = node._replace(acc_grads=_accumulated(node, devices, other))
+    inner = other and other.inner_opt_state
+    inner = _moved_to(node.inner_opt_state, devices, inner, syncs)
+    return node._replace(inner_opt_state=inner)
 
   return jax.tree.map(moved, state, is_leaf=lambda x: isinstance(x, kinds))
 
