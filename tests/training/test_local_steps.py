@@ -253,10 +253,11 @@ def test_the_pseudo_gradient_has_the_dtype_of_parameters():
 
 def test_an_inner_optimizer_without_arrays_takes_any_state():
   local = local_of(inner=optax.sgd(0.1))
-  run = lambda b: local(W, optax.sgd(0.1).init(W), b)[1].value
+  init: Any = optax.sgd(0.1).init(W)
+  run = lambda b: local(W, init, b)[1].value
   data = models.problem(1, 2, 2).one(0)
   state = jax.eval_shape(jax.vmap(run, axis_name="data"), data)
-  assert state == optax.sgd(0.1).init(W)
+  assert state == init
 
 
 def local_of(every: Any = 2, inner=None):

@@ -120,6 +120,15 @@ def test_the_state_of_another_dtype_and_a_key():
   assert [x.shape[:1] for x in jax.tree.leaves(moved)] == [(4,)] * 2
 
 
+def test_complex_momentum_keeps_its_mean():
+  w = jnp.ones(3, jnp.complex64)
+  state = zenjax.init_state(MOMENTUM, w, runners.mesh(2), "data")
+  trace = jnp.array([[1j] * 3, [3j] * 3], jnp.complex64)
+  state = state._replace(value=state.value._replace(trace=trace))
+  moved = zenjax.from_checkpoint(state, runners.mesh(1), "data")
+  np.testing.assert_array_equal(moved.value.trace, [[2j] * 3])
+
+
 def test_plain_jit():
   mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
   tx = chained()

@@ -33,12 +33,12 @@ def spread(x: Any, devices: int) -> Any:
   """Converts `[old, ...]` to `[devices, ...]`, with the same mean.
 
   Each result is a weighted mean of old parts, so that a second moment, for
-  example, stays as large as gradients are. What isn't floating is the first
-  device's.
+  example, stays as large as gradients are. Leaves that are neither floating nor
+  complex are the first device's.
   """
   if len(x) == devices:
     return x
-  if not jnp.issubdtype(x.dtype, jnp.floating):
+  if not jnp.issubdtype(x.dtype, jnp.inexact):
     return x[np.zeros(devices, np.int32)]
   old = len(x)
   wide = np.zeros((devices, *x.shape[1:]), collectives.accumulator(x.dtype))
