@@ -2,7 +2,10 @@
 
 import functools
 import itertools
+import json
 import math
+import pathlib
+import statistics
 
 import jax
 import jax.numpy as jnp
@@ -169,3 +172,22 @@ def test_prints_a_table():
   assert lines[0].startswith("a step on 1 Gbit/s")
   assert lines[2].split()[:3] == ["pmean", "212", "+0%"]
   assert "times fewer bytes" in lines[-1]
+
+
+def test_predictions_are_near_what_was_measured():
+  """Four processes on one H200, joined by links of 1 Gbit/s."""
+  path = pathlib.Path(__file__).parents[2] / "benchmarks/results"
+  file = path / "gpu-compressed-4-1gbit.json"
+  results = json.loads(file.read_text("utf-8"))["results"]
+  measured = {x["name"]: statistics.median(x["times_s"]) for x in results}
+  found = dense([shape(2048, 2048)] * 6)(
+    topology=Topology.network("1 Gbit/s", 4, machine="h200"),
+    compute_seconds=measured["none"],
+    compressors=[compress.LowBit(8), compress.LowBit(4), compress.Sign()],
+  )
+  names = ["pmean", "bfloat16 pmean", "int8", "int4", "sign"]
+  errors = [
+    abs(way.seconds / measured[name] - 1)
+    for name, way in zip(names, found.ways, strict=True)
+  ]
+  assert statistics.median(errors) < 0.1 and max(errors) < 0.3

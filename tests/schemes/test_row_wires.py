@@ -106,7 +106,8 @@ def test_sums_are_taken_in_float32():
 
 
 @pytest.mark.parametrize(
-  ("leaf", "wire"), [("bfloat16", "int8"), ("float16", "int4")]
+  ("leaf", "wire"),
+  [("bfloat16", "int8"), ("float16", "int4"), ("float16", "float8_e5m2")],
 )
 def test_leaves_of_16_bits(leaf, wire):
   rng = np.random.default_rng(0)
@@ -120,6 +121,14 @@ def test_leaves_of_16_bits(leaf, wire):
   want = want.astype(stack.dtype).astype(np.float64)
   level = 2 * row_wires.HALF_LEVEL[wire]
   row_wires.agree(got, np.stack([want] * 2), level)
+
+
+def test_subnormal_rows_of_float16_are_kept():
+  """float8_e5m2 has the exponents of float16, but not its subnormals."""
+  stack = np.full((2, *SHAPE), 1e-6, np.float16)
+  call = functools.partial(zenjax.sparse_pmean, wire_dtype="float8_e5m2")
+  got = runners.RUNNERS["vmap"](call, 2)(stack)
+  np.testing.assert_allclose(got, stack, rtol=1 / 8)
 
 
 def test_two_axes():

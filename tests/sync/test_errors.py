@@ -137,6 +137,11 @@ REFUSED = {
     ValueError,
     "`wire_dtype` int8 1 columns",
   ),
+  "short column groups": (
+    shaped((40, 4), wire_dtype=jnp.int8, partition="columns"),
+    ValueError,
+    "`wire_dtype` int8 2 groups of 2 columns partition='hash'",
+  ),
   "wider": (
     shaped((40, 4), "bfloat16", wire_dtype=jnp.float32),
     ValueError,
@@ -231,6 +236,7 @@ def test_sizes_and_dtypes_that_fit():
   for leaf, wire in [
     ("float32", "bfloat16"),
     ("float16", "float16"),
+    ("float16", "bfloat16"),
     ("float32", "float16"),
     ("float32", "int8"),
     ("float32", "int4"),

@@ -13,9 +13,9 @@ from zenjax._src.core import wire
 class RowWire:
   """How rows of one table are sent.
 
-  A dtype with the range of the rows' own dtype is a cast. In any other, a row
-  is sent as words of 32 bits, the last of which is its scale. A row that is not
-  finite then arrives as NaN.
+  Rows are cast to a dtype that has the range of their own. In any other dtype,
+  each row is sent as words of 32 bits, the last of which is its scale in
+  float32. A row that is not finite then arrives as NaN.
 
   Attributes:
     dtype: Dtype in which elements are sent.
@@ -93,7 +93,7 @@ def require(
 def refusal(
   name: str, dtype: jnp.dtype, wire_dtype: jnp.dtype, columns: int
 ) -> str:
-  """Returns why rows of a leaf cannot be sent in a dtype, or nothing."""
+  """Returns why rows of a leaf cannot be sent in a dtype, or an empty text."""
   if wire_dtype.itemsize > dtype.itemsize:
     return (
       f"`wire_dtype` {wire_dtype} is wider than {dtype}, the dtype of leaf"

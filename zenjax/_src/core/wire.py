@@ -156,8 +156,13 @@ def join_columns(blocks: jax.Array, groups: int, width: int) -> jax.Array:
 
 
 def has_range_of(wire: jnp.dtype, dtype: jnp.dtype) -> bool:
-  """Returns True if `wire` has every exponent of `dtype`; no integer has."""
+  """Returns True if `wire` has the magnitudes of `dtype`; no integer has.
+
+  The smallest ones count, too: gradients in float16 are often subnormal.
+  """
   if not jnp.issubdtype(wire, jnp.floating):
     return False
   to, of = jnp.finfo(wire), jnp.finfo(dtype)
-  return to.maxexp >= of.maxexp and to.minexp <= of.minexp
+  # Numbers below 2^-126 are zero on some devices.
+  least = max(float(of.smallest_subnormal), 2.0**-126)
+  return to.maxexp >= of.maxexp and float(to.smallest_subnormal) <= least

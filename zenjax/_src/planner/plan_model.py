@@ -314,7 +314,7 @@ def check_names(
 def _wires(dtypes: Any) -> tuple[str, ...]:
   if isinstance(dtypes, str) or not isinstance(dtypes, Iterable):
     raise TypeError(
-      "`wire_dtypes` must be a sequence of floating dtypes, got"
+      "`wire_dtypes` must be a sequence of dtypes, got"
       f" {dtypes!r}. Give (jnp.bfloat16,) for one dtype."
     )
   wires = [arguments.row_wire_dtype("wire_dtypes", dtype) for dtype in dtypes]

@@ -118,25 +118,18 @@ def _sections_of(
   union, slots = sums.union, plan.layout.slots
   counts = jnp.append(counts_of(sums), union.slots[0])
   values = context.scaled(union.rows).astype(plan.table.dtype)
-  if not plan.row_wire.scaled:
-    values = values.astype(plan.table.wire_dtype)
-  is_list = plan.table.look_ups is not None
-  if is_list:
-    # SparseRows must contain exactly the rows that a device holds, even if a
-    # sum is zero. Rows of negative zeros mark all other rows, so negative zeros
-    # of held rows become positive.
-    values = jnp.where(
-      _is_negative_zero(values), jnp.zeros_like(values), values
-    )
   sent = plan.row_wire.encode(values)
-  if plan.row_wire.scaled:
-    # A scale of negative zero makes all elements of a row negative zeros.
-    empty = jnp.zeros((slots, sent.shape[1]), sent.dtype)
-    empty = empty.at[:, -1].set(np.uint32(is_list << 31))
-  else:
-    empty = jnp.full(
-      (slots, sent.shape[1]), -0.0 if is_list else 0.0, sent.dtype
-    )
+  empty = jnp.zeros((slots, sent.shape[1]), sent.dtype)
+  if plan.table.look_ups is not None:
+    # SparseRows must contain exactly the rows that a device holds, even if a
+    # sum is zero, so all other rows are marked.
+    if plan.row_wire.scaled:
+      # The mark is a scale of negative zero, which no encoded row has.
+      empty = empty.at[:, -1].set(np.uint32(1 << 31))
+    else:
+      # The mark is a row of negative zeros. Those of held rows become positive.
+      sent = jnp.where(_is_negative_zero(sent), jnp.zeros_like(sent), sent)
+      empty = jnp.full_like(empty, -0.0)
   dense = empty.at[union.slots].set(sent, mode="drop")
   return [counts[None], dense[None]]
 
@@ -157,7 +150,8 @@ def _arrive(came: Sequence[jax.Array], plan: ExchangePlan) -> Arrived:
   # does not hold are zero on all devices.
   known = (slot >= lowest[:, None]) & (slot < tally.limit[:, None])
   if table.look_ups is not None:
-    known &= ~jnp.all(_is_negative_zero(values), axis=-1)
+    marks = came[1][..., -1:] if plan.row_wire.scaled else values
+    known &= ~jnp.all(_is_negative_zero(marks), axis=-1)
   row = jnp.where(known, layout.row(group, slot), table.num_rows)
   return Arrived(
     row=row.reshape(-1),

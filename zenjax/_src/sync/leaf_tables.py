@@ -73,6 +73,14 @@ def choose(
       f" divide the {context.sizes[-1]} devices along {context.axes[-1]!r}."
       " Give a divisor, or 'hash'."
     )
+  sent = table.row_wire(choice.column_groups)
+  if sent.scaled and sent.nbytes >= sent.columns * table.dtype.itemsize:
+    raise ValueError(
+      f"`wire_dtype` {sent.dtype} needs a scale of 4 bytes for each column"
+      f" group of a row. Leaf {table.name!r} has {choice.column_groups} groups"
+      f" of {sent.columns} columns, which makes them no shorter. Give"
+      " partition='hash', or leave `wire_dtype` out."
+    )
   return choice
 
 

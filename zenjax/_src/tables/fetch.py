@@ -175,7 +175,8 @@ def fetch(tables: Sequence[ShardedTable], ahead: Ahead) -> list[jax.Array]:
       table.row_wire.decode(x).astype(table.dtype)
       for table, (x,) in zip(tables, arrived)
     ]
-    return [of.filled(turn, *x) for of, *x in zip(asked, rows, before)]
+    each = zip(asked, rows, before)
+    return [of.filled(turn, new, old) for of, new, old in each]
 
   def more(turn: Any, rows: list[jax.Array]) -> list[jax.Array]:
     sent = [[x.wanted(turn)] for x in asked]

@@ -1,0 +1,92 @@
+"""Delayed exchanges overlap with computation in programs compiled for GPUs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+from benchmarks import targets
+import zenjax
+from zenjax import compress
+
+LAYERS, WIDTH, BATCH = 4, 4096, 512
+SYNCS = {
+  "zen_sync": lambda: zenjax.zen_sync("data"),
+  "int4": lambda: compress.all_reduce(compress.LowBit(4), "data"),
+}
+# A collective begins or ends, or two matrices are multiplied.
+_EVENT = re.compile(r"^ *%gemm\S* =|-(start|done)\(", re.M)
+
+
+def _schedule(tx) -> str:
+  """Compiles a step, and returns its program in the order of execution."""
+  try:
+    devices = targets.TARGETS["gpu-h200"]()
+  except ImportError as error:
+    pytest.skip(str(error))
+  mesh = Mesh(np.array(devices), ("data",))
+
+  def loss(ws, x):
+    for w in ws:
+      x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+  def step(ws, state, x):
+    grads = jax.grad(loss)(ws, x)
+    updates, state = tx.update(grads, state, ws)
+    return optax.apply_updates(ws, updates), state
+
+  ws = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
+  state = jax.eval_shape(lambda p: zenjax.init_state(tx, p, mesh, "data"), ws)
+  specs = zenjax.state_specs(state, "data")
+  mapped = jax.shard_map(
+    step,
+    mesh=mesh,
+    in_specs=(P(), specs, P("data")),
+    out_specs=(P(), specs),
+    check_vma=False,
+  )
+  placed = lambda x, spec: jax.ShapeDtypeStruct(
+    x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+  )
+  x = jax.ShapeDtypeStruct((len(devices) * BATCH, WIDTH), jnp.float32)
+  program = (
+    jax.jit(mapped, donate_argnums=(0, 1))
+    .lower(
+      [placed(w, P()) for w in ws],
+      jax.tree.map(placed, state, specs),
+      placed(x, P("data")),
+    )
+    .compile()
+  )
+  text = str(program.as_text())
+  assert "is_scheduled=true" in text
+  return text[text.index("\nENTRY") :]
+
+
+def _beside_forward(schedule: str) -> int:
+  """Counts products of the forward pass that run beside a collective."""
+  under_way, products, found = 0, 0, 0
+  for event in _EVENT.finditer(schedule):
+    if event[1]:
+      under_way += 1 if event[1] == "start" else -1
+    elif products < LAYERS:
+      products += 1
+      found += under_way > 0
+  assert products == LAYERS
+  return found
+
+
+@pytest.mark.parametrize("name", SYNCS)
+def test_the_exchange_runs_beside_the_forward_pass(name):
+  sync = SYNCS[name]
+  plain = optax.chain(sync(), optax.sgd(0.1))
+  delayed = optax.chain(zenjax.delayed(sync(), "data"), optax.sgd(0.1))
+  assert _beside_forward(_schedule(plain)) == 0
+  assert _beside_forward(_schedule(delayed)) > 0
