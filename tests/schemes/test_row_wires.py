@@ -40,7 +40,25 @@ def called(x, axis_name, *, form, options):
   return zenjax.sparse_pmean(rows, axis_name, **options).to_dense()
 
 
-@pytest.mark.parametrize(("dtype", "scheme", "partition", "n", "form"), CASES)
+# The others run with `-m more`.
+OFTEN = [
+  ("int8", "zen", "hash", 4, "rows"),
+  ("float8_e4m3fn", "zen", "hash", 8, "rows"),
+  ("int4", "zen", "columns", 4, "array"),
+  ("int8", "recursive_doubling", "hash", 5, "rows"),
+  ("int8", "split_dense_gather", "hash", 4, "array"),
+  ("int4", "all_gather", "hash", 4, "rows"),
+  ("int8", "block_sparse", "hash", 4, "array"),
+]
+
+
+@pytest.mark.parametrize(
+  ("dtype", "scheme", "partition", "n", "form"),
+  [
+    pytest.param(*x, marks=() if x in OFTEN else pytest.mark.more)
+    for x in CASES
+  ],
+)
 def test_rows_are_rounded_as_the_model_says(dtype, scheme, partition, n, form):
   """In buffers with room for all rows, and in several rounds."""
   blocks = scheme_names.in_blocks(scheme)
@@ -69,8 +87,10 @@ def test_rows_are_rounded_as_the_model_says(dtype, scheme, partition, n, form):
     row_wires.agree(got, np.stack([want] * n), level)
 
 
-@pytest.mark.parametrize("dtype", row_wires.SCALED)
-@pytest.mark.parametrize("scheme", ["zen", "split_dense_gather"])
+@pytest.mark.parametrize(
+  ("dtype", "scheme"),
+  [*((x, "zen") for x in row_wires.SCALED), ("int8", "split_dense_gather")],
+)
 def test_what_is_not_finite_never_becomes_a_number(dtype, scheme):
   """And zeros stay zeros, and rows of zeros are still rows."""
   stack = np.zeros((2, *SHAPE), np.float32)

@@ -84,10 +84,13 @@ def step_of(n: int, way: str, **options: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
   ("wire", "n", "way"),
   [
-    *((wire, 4, "jit") for wire in WIRES),
-    *(("int8", n, "jit") for n in (1, 2, 8)),
+    ("bfloat16", 4, "jit"),
+    ("int8", 1, "jit"),
     ("float8_e4m3fn", 8, "data_parallel"),
     ("int4", 2, "data_parallel"),
+    # The others run with `-m more`.
+    *(pytest.param(wire, 4, "jit", marks=pytest.mark.more) for wire in WIRES),
+    *(pytest.param("int8", n, "jit", marks=pytest.mark.more) for n in (2, 8)),
   ],
 )
 def test_steps_are_those_of_the_model(wire, n, way):
@@ -112,7 +115,7 @@ def test_steps_are_those_of_the_model(wire, n, way):
   assert step._cache_size() == 1 or n == 1
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
 def test_lookups_are_the_same_on_any_number_of_devices(wire):
   """A device rounds its own rows, too."""
   ids = np.arange(0, R, 25, dtype=np.int32)
