@@ -24,7 +24,7 @@ def require() -> Any:
     import torch  # pyright: ignore[reportMissingImports]
   except ImportError as error:
     raise ValueError(
-      "`--variants 'torch DDP'` needs torch, which is not installed; install"
+      "`--variants` has one that needs torch, which is not installed; install"
       " zenjax with its extra `[peers]`, or leave this variant out."
     ) from error
   return torch

@@ -195,7 +195,7 @@ def _ngram(setting: Setting, hosts: int) -> Model:
 
 def _dlrm(setting: Setting, hosts: int) -> Model:
   scale = setting.rows / sum(dlrm_rows.CARDINALITIES)
-  # What up to sixteen hosts divide.
+  # 2, 4, 8 or 16 hosts divide them.
   sizes = [-(-rows // 16) * 16 for rows in dlrm_rows.table_rows(scale)]
   with jax.default_device(jax.local_devices()[0]):
     model = dlrm_model.Dlrm(sizes, _WIDTH, rngs=nnx.Rngs(0))

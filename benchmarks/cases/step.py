@@ -322,6 +322,11 @@ def cases(
     raise ValueError(
       f"`--variants {torch_rows.NAME}` runs on one device: add `--devices 1`."
     )
+  if torch_rows.NAME in names and options.optimizer not in torch_rows.MAKE:
+    raise ValueError(
+      f"`--variants {torch_rows.NAME}` has no `--optimizer"
+      f" {options.optimizer}`: take one of {', '.join(torch_rows.MAKE)}."
+    )
   group = (
     f"{options.look_ups:,} look-ups a device, D = {options.width},"
     f" {options.optimizer}"

@@ -13,6 +13,8 @@ import numpy as np
 from benchmarks.campaigns import ddp
 
 NAME = "torch-sparse"
+# Optimizers of torch, by their names here.
+MAKE = {"adam": "SparseAdam", "adagrad": "Adagrad", "sgd": "SGD"}
 
 
 class Runner:
@@ -39,12 +41,8 @@ class Runner:
     self._table = torch.nn.Embedding.from_pretrained(
       zeros, freeze=False, sparse=True
     )
-    make = {
-      "adam": torch.optim.SparseAdam,
-      "adagrad": torch.optim.Adagrad,
-      "sgd": torch.optim.SGD,
-    }
-    self._tx = make[optimizer](self._table.parameters(), lr=rate)
+    make = getattr(torch.optim, MAKE[optimizer])
+    self._tx = make(self._table.parameters(), lr=rate)
     place = lambda x: torch.from_numpy(x[0]).to(device)
     self._batches = [(place(i).long(), place(v)) for i, v in batches]
     self.steps = 0
