@@ -58,7 +58,7 @@ def parse(
   add("--seeds", nargs="+", type=int, default=(0, 1, 2))
   add("--json", type=Path, metavar="FILE")
   flags, rest = parser.parse_known_args(argv)
-  lm_flags = _TASK.parse([*_SIZES, *rest])
+  lm_flags = parse_model(rest)
   for every in flags.every:
     if every < 2 or lm_flags.steps % every:
       parser.error(
@@ -68,10 +68,19 @@ def parse(
   return flags, lm_flags
 
 
+def parse_model(argv: Sequence[str]) -> argparse.Namespace:
+  """Reads the flags of the model."""
+  return _TASK.parse([*_SIZES, *argv])
+
+
 def make_trainer(
-  cell: Cell, flags: argparse.Namespace, vocab: int, mesh: Mesh
+  cell: Cell,
+  flags: argparse.Namespace,
+  vocab: int,
+  mesh: Mesh,
+  sync: optax.GradientTransformation,
 ) -> Trainer:
-  """Makes the trainer of a cell."""
+  """Makes the trainer of a cell; `sync` averages what devices send."""
   decay = optax.cosine_decay_schedule(cell.lr, flags.steps)
   adamw = optax.adamw(decay)
   if cell.every == DENSE:
@@ -81,10 +90,8 @@ def make_trainer(
       lm.mean_exact_loss,
       adamw,
       mesh,
+      sync=sync,
     )
-  sync = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
-  if cell.int4:
-    sync = compress.all_reduce(compress.LowBit(4), AXIS, leaves=True)
   return local.LocalTrainer(
     vocab,
     flags.width,
@@ -106,7 +113,10 @@ def train(
 ) -> dict | None:
   """Returns the record of a cell; None after Ctrl-C."""
   devices = mesh.devices.size
-  trainer = make_trainer(cell, flags, study.vocab, mesh)
+  sync = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
+  if cell.int4:
+    sync = compress.all_reduce(compress.LowBit(4), AXIS, leaves=True)
+  trainer = make_trainer(cell, flags, study.vocab, mesh, sync)
   batches = study.batches(devices, cell.seed)
   if cell.every > DENSE:
     batches = local.rounds(batches, cell.every)
