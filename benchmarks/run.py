@@ -304,8 +304,8 @@ COMMANDS = (
     ),
     _number("--layers", 3, "of the model"),
     _number("--batch", 32, "of a host"),
-    _number("--density", 0.01, "that exdyna and micro send", _share),
-    _number("--top", 0.05, "that every host selects by magnitude", _share),
+    _number("--density", 0.01, "that all hosts send together", _share),
+    _number("--top", 0.05, "that each host sends in top_k", _share),
     _hosts("by default 4", default=4),
     _rate("of their links, by default 200mbit", "200mbit"),
     _LOOPBACK,
@@ -313,7 +313,7 @@ COMMANDS = (
     _names(
       "--variants",
       "of none, pmean, 'bfloat16 pmean', int8, int4, sign, PowerSGD, exdyna,"
-      " micro, 'top zen'; by default all",
+      " micro, top_k; by default all",
     ),
     *_timed(9),
     devices=8,  # Idle: hosts have their own.

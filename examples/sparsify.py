@@ -2,10 +2,10 @@
 
     python examples/sparsify.py [--density 0.05] [--steps 200]
 
-Trains a network without tables by `pmean`, in 8 bits, by `exdyna`, which lets
-no two devices select the same element, and by the largest elements of each
-device with momentum correction, which `zen_sync` sends. Prints losses and bytes
-of each.
+Trains a network without tables by `pmean` and with three compressors: 8 bits,
+`ExDyna`, in which no two devices select the same element, and `TopK` with
+momentum before the selection (Deep Gradient Compression). Prints losses and
+bytes of each.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 import zenjax
+from zenjax import compress
 
 INPUTS, HIDDEN, BATCH = 64, 512, 256
 
@@ -64,23 +65,18 @@ def main() -> None:
   mesh = jax.make_mesh((jax.device_count(),), ("data",))
 
   pmean = optax.stateless(lambda grads, _: jax.lax.pmean(grads, "data"))
-  largest = zenjax.sparsify.error_feedback(
-    zenjax.sparsify.top_k(args.density / mesh.size), "data", momentum=0.9
-  )
-  # Before what waits stand sums of gradients: no momentum after `largest`.
+  momentum = optax.sgd(0.05, momentum=0.9)
+  int8 = compress.LowBit(bits=8)
+  exdyna = compress.ExDyna(args.density)
+  largest = compress.TopK(args.density / mesh.size)
+  # Momentum of the vector `out`, which is too small to compress.
+  others = optax.chain(zenjax.zen_sync("data"), optax.trace(0.9))
   chains = {
-    "pmean": optax.chain(pmean, optax.sgd(0.05, momentum=0.9)),
-    "int8": optax.chain(
-      zenjax.compress.all_reduce(zenjax.compress.LowBit(bits=8), "data"),
-      optax.sgd(0.05, momentum=0.9),
-    ),
-    "exdyna": optax.chain(
-      zenjax.sparsify.exdyna("data", density=args.density),
-      optax.sgd(0.05, momentum=0.9),
-    ),
-    "top_k": optax.chain(
-      largest,
-      zenjax.zen_sync("data", sparse=True, unit="element"),
+    "pmean": optax.chain(pmean, momentum),
+    str(int8): optax.chain(compress.all_reduce(int8, "data"), momentum),
+    str(exdyna): optax.chain(compress.all_reduce(exdyna, "data"), momentum),
+    str(largest): optax.chain(
+      compress.all_reduce(largest, "data", momentum=0.9, others=others),
       optax.sgd(0.05),
     ),
   }

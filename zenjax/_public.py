@@ -4,7 +4,6 @@ from zenjax import compress
 from zenjax import packed
 from zenjax import planner
 from zenjax import rows
-from zenjax import sparsify
 from zenjax import tables
 from zenjax._src.gradients.value_and_grad import value_and_grad
 from zenjax._src.report.check import check_step
@@ -56,7 +55,6 @@ __all__ = (
   "sparse_pmean",
   "sparse_psum",
   "SparseRows",
-  "sparsify",
   "state_specs",
   "stats",
   "StepCheck",

@@ -26,12 +26,14 @@ from benchmarks.cases import sync
 from benchmarks.harness import Case
 from benchmarks.testbed import served
 import zenjax
+from zenjax import compress
 
 _BATCHES = 4
 # Until counts are known, and until a controlled threshold has settled.
 _WARM_UP, _SETTLED = 8, 100
 # Of these, the last so many tell what a step sends.
 _TOLD = 20
+_COUNTED = "wire_bytes", "density", "rounds"
 # float32 sums, and a learning rate that was multiplied with and divided by.
 _RELATIVE = 1e-4
 # Large enough that parameters, in float32, tell what an update was.
@@ -45,16 +47,8 @@ class Setting:
   width: int  # Of the square layers.
   layers: int
   batch: int  # Examples of a host.
-  density: float  # That all hosts select, `exdyna` and `micro`.
-  top: float  # What each host selects by magnitude.
-
-
-def _top(setting: Setting) -> Any:
-  top = zenjax.sparsify.top_k(setting.top, method="sampled")
-  return optax.chain(
-    zenjax.sparsify.error_feedback(top, sync.AXIS),
-    zenjax.zen_sync(sync.AXIS, unit="element"),
-  )
+  density: float  # That all hosts send together, `exdyna` and `micro`.
+  top: float  # That each host sends, `top_k`.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +56,6 @@ class _Variant:
   """A way from gradients to updates."""
 
   make: Callable[[Setting], Any]
-  tuned: bool = False  # Whether `zenjax.tune` plans it after a rehearsal.
   warm_up: int = _WARM_UP  # Steps before those that are timed.
 
 
@@ -79,14 +72,13 @@ def _bfloat16(_: Setting) -> Any:
   return optax.chain(cast(jnp.bfloat16), mean, cast(jnp.float32))
 
 
-def _compressed(compressor: Any) -> _Variant:
+def _compressed(
+  make: Callable[[Setting], compress.Compressor], warm_up: int = _WARM_UP
+) -> _Variant:
   return _Variant(
-    lambda _: zenjax.compress.all_reduce(compressor, sync.AXIS, leaves=True)
+    lambda setting: compress.all_reduce(make(setting), sync.AXIS, leaves=True),
+    warm_up=warm_up,
   )
-
-
-def _controlled(make: Callable[..., Any]) -> _Variant:
-  return _Variant(lambda s: make(sync.AXIS, s.density), warm_up=_SETTLED)
 
 
 NONE, DENSE, BFLOAT16 = "none", "pmean", "bfloat16 pmean"
@@ -94,13 +86,13 @@ VARIANTS = {
   NONE: _Variant(lambda _: optax.identity()),
   DENSE: _Variant(lambda _: sync.PMEAN),
   BFLOAT16: _Variant(_bfloat16),
-  "int8": _compressed(zenjax.compress.LowBit(8)),
-  "int4": _compressed(zenjax.compress.LowBit(4)),
-  "sign": _compressed(zenjax.compress.Sign()),
-  "PowerSGD": _compressed(zenjax.compress.PowerSGD(4)),
-  "exdyna": _controlled(zenjax.sparsify.exdyna),
-  "micro": _controlled(zenjax.sparsify.micro),
-  "top zen": _Variant(_top, tuned=True),
+  "int8": _compressed(lambda _: compress.LowBit(8)),
+  "int4": _compressed(lambda _: compress.LowBit(4)),
+  "sign": _compressed(lambda _: compress.Sign()),
+  "PowerSGD": _compressed(lambda _: compress.PowerSGD(4)),
+  "exdyna": _compressed(lambda s: compress.ExDyna(s.density), _SETTLED),
+  "micro": _compressed(lambda s: compress.MiCRO(s.density), _SETTLED),
+  "top_k": _compressed(lambda s: compress.TopK(s.top)),
 }
 
 
@@ -134,14 +126,7 @@ class _Worker(served.Worker):
     if self._place is None:
       self._place = programs.Place(model(made, self.mesh.size), self)
       self._mean = self._sent_and_kept(self._program(sync.PMEAN))
-    seen = None
-    if known.tuned:
-      rehearsal = self._program(known.make(made))
-      for _ in range(_WARM_UP):
-        rehearsal()
-      seen = rehearsal.state
-      del rehearsal
-    program = self._program(known.make(made), seen)
+    program = self._program(known.make(made))
     self.cases.append(program)
     wrong = 0
     if variant != NONE:
@@ -156,12 +141,9 @@ class _Worker(served.Worker):
     means = {k: float(np.mean([f[k] for f in facts])) for k in facts[0]}
     return {"wrong": wrong, "compile_s": program.compile_s, "facts": means}
 
-  def _program(
-    self, tx: optax.GradientTransformation, seen: Any = None
-  ) -> programs.Program:
+  def _program(self, tx: optax.GradientTransformation) -> programs.Program:
     assert self._place is not None
-    tx = optax.chain(tx, optax.sgd(_RATE))
-    return programs.Program(self._place, tx, seen=seen)
+    return programs.Program(self._place, optax.chain(tx, optax.sgd(_RATE)))
 
   def _sent_and_kept(self, program: programs.Program) -> np.ndarray:
     """`[N]`, the mean gradient where nothing is lost."""
@@ -176,23 +158,11 @@ class _Worker(served.Worker):
       dense /= 2  # XLA on CPU sums 16-bit floats in 32 bits, and sends them so.
     if variant in (NONE, DENSE, BFLOAT16):
       return {"wire_bytes": dense} if variant != NONE else {}
-    found = zenjax.stats(program.state_here())
-    if compressed := found.get("compressed"):
-      return {"wire_bytes": compressed["wire_bytes"]}
-    told = found.get("sparsifier")
-    if told:  # Values that all have to be summed, at `k` places.
-      facts = {name: told[name] for name in ("wire_bytes", "density")}
-      return facts | {"bound_bytes": dense * told["density"]}
-    leaves = found.values()
-    rows = sum(x["num_rows"] for x in leaves)
-    mean = lambda key: sum(x[key] * x["num_rows"] for x in leaves) / rows
-    both = mean("density") + mean("union_density")
-    return {
-      "wire_bytes": sum(x["wire_bytes"] for x in leaves),
-      "bound_bytes": part * both * size,
-      "density": mean("density"),
-      "rounds": max(x["rounds"] for x in leaves),
-    }
+    told = zenjax.stats(program.state_here())["compressed"]
+    facts = {name: told[name] for name in _COUNTED if name in told}
+    if "build_up" in told:  # Values of all hosts are summed, at `k` places.
+      facts["bound_bytes"] = dense * told["density"]
+    return facts
 
 
 def _bytes(result, key="wire_bytes"):

@@ -35,6 +35,7 @@ class Rate:
 _PACKET = 64 << 10  # The kernel's default.
 
 RATES: dict[str, Rate | None] = {
+  "50mbit": Rate(50e6 / 8, burst=32 << 10, packet=16 << 10),
   "200mbit": Rate(200e6 / 8, burst=32 << 10, packet=16 << 10),
   "1gbit": Rate(1e9 / 8, burst=128 << 10, packet=_PACKET),
   "10gbit": Rate(10e9 / 8, burst=1 << 20, packet=_PACKET),

@@ -28,9 +28,20 @@ COMPRESSORS = {
   "one_bit": compress.OneBit(),
   "vote": compress.SignVote(),
   "power_sgd": compress.PowerSGD(4),
+  "top_k": compress.TopK(0.01),
+  "top_k_exact": compress.TopK(0.01, "exact", jnp.bfloat16),
+  "threshold": compress.Threshold(0.1),
+  "random_k": compress.RandomK(0.01),
+  "exdyna": compress.ExDyna(0.01),
+  "micro_paper": compress.MiCRO(0.01, "paper", wire_dtype=jnp.bfloat16),
 }
 CHIPS = ("cpu", *targets.TPUS, "gpu-h200")
-DEFAULT = {("int4", "v5e:2x4"), ("power_sgd", "gpu-h200")}
+DEFAULT = {
+  ("int4", "v5e:2x4"),
+  ("top_k", "v5e:2x4"),
+  ("power_sgd", "gpu-h200"),
+  ("exdyna", "gpu-h200"),
+}
 SHAPE = (2048, 4096)
 
 

@@ -401,11 +401,11 @@ def test_dropout_cannot_be_compared():
   assert str(found).endswith("verdict: cannot be compared")
 
 
-def test_of_sparsifiers_copies_are_compared():
+def test_of_compressors_copies_are_compared():
   def build(mesh):
-    top = zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.1), "data")
-    zen = zenjax.zen_sync("data", unit="element")
-    tx = optax.chain(top, zen, optax.sgd(0.1))
+    top = zenjax.compress.TopK(0.1)
+    top = zenjax.compress.all_reduce(top, "data", leaves=True)
+    tx = optax.chain(top, optax.sgd(0.1))
     return mapped(mesh, tx), *replicated(mesh, tx)
 
   found = checked(build)

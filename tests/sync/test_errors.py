@@ -19,9 +19,9 @@ from refusals import trace_pmean
 import runners
 
 import zenjax
+from zenjax import compress
 
 zen: Any = zenjax.zen_sync
-feedback = zenjax.sparsify.error_feedback
 
 
 def given(**options: Any):
@@ -252,7 +252,6 @@ EMB = lambda name, _: name == "emb"
   ("use", "argument"),
   [
     (lambda p: zen("data", sparse=EMB).init(p), "`sparse`"),
-    (lambda p: zenjax.sparsify.top_k(0.1, sparse=EMB).init(p), "`sparse`"),
     (
       lambda p: zenjax.rows.grad(lambda p: jnp.sum(p["t"]), tables=EMB)(p),
       "`tables`",
@@ -321,7 +320,7 @@ def test_apply_if_finite_around_zen_sync():
   [
     lambda: zen("data"),
     lambda: zenjax.sharded_optimizer(optax.sgd(0.1), "data"),
-    lambda: feedback(zenjax.sparsify.top_k(0.1), "data"),
+    lambda: compress.all_reduce(compress.TopK(0.1), "data"),
   ],
 )
 def test_gradients_by_integers(make):

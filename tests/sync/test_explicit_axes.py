@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import zenjax
+from zenjax import compress
 
 ROWS, WIDTH, BATCH, STEPS = 3000, 8, 64, 3
 FOUR = jax.devices()[:4]
@@ -241,21 +242,20 @@ def test_owners_want_parameters_whole():
     train(CASES["columns"], tx, zenjax.value_and_grad)
 
 
-def feedback(op, selector, **options):
-  tx = zenjax.sparsify.error_feedback(selector, "data", **options)
-  sync = zenjax.zen_sync("data", op=op, unit="element")
-  return optax.chain(tx, sync, optax.sgd(0.5))
+def tables(name, leaf):
+  del leaf
+  return name in ("t", "table")
 
 
-TABLE: Any = lambda name, _: name == "table"
-# Of `op`, which is for zen_sync.
+def compressed(compressor, **options):
+  """Selects from the table; `zen_sync` sums the layer, which is short."""
+  return compress.all_reduce(compressor, "data", leaves=tables, **options)
+
+
+# Of `op`: in plain `jit` gradients are summed in any case.
 APART: dict[str, Callable[[str | None], optax.GradientTransformation]] = {
-  "top_k": lambda op: feedback(
-    op, zenjax.sparsify.top_k(0.01, sparse=TABLE), momentum=0.9, clip_norm=0.05
-  ),
-  "micro": lambda _: optax.chain(
-    zenjax.sparsify.micro("data", density=0.01, op="sum"), optax.sgd(0.5)
-  ),
+  "top_k": lambda op: compressed(compress.TopK(0.01), momentum=0.9, op=op),
+  "micro": lambda op: compressed(compress.MiCRO(0.01), op=op),
 }
 
 
@@ -305,16 +305,17 @@ def run_apart(tx, mesh, mapped: bool):
 @pytest.mark.parametrize("name", APART)
 def test_what_devices_keep_apart_is_that_of_shard_map(name):
   """Residuals and momentum, bit for bit; parts are added."""
-  losses, *got = run_apart(APART[name](None), LINE, mapped=False)
-  expected, *want = run_apart(APART[name]("sum"), LINE, mapped=True)
+  chained = lambda op: optax.chain(APART[name](op), optax.sgd(0.5))
+  losses, *got = run_apart(chained(None), LINE, mapped=False)
+  expected, *want = run_apart(chained("sum"), LINE, mapped=True)
   np.testing.assert_allclose(losses, expected, rtol=1e-6)
   assert jax.tree.structure(got) == jax.tree.structure(want)
   for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
     np.testing.assert_array_equal(one, other)
 
 
-def test_sparsifiers_want_parts_of_whole_leaves():
-  tx = zenjax.sparsify.micro("data", density=0.01, op="sum")
+def test_compressors_want_parts_of_whole_leaves():
+  tx = compressed(compress.MiCRO(0.01))
   of_four = zenjax.init_state(tx, {"t": jnp.ones((512, 4))}, LINE, "data")
   with jax.set_mesh(GRID):
     params = {"t": jax.device_put(jnp.ones((512, 4)), P())}
@@ -325,15 +326,15 @@ def test_sparsifiers_want_parts_of_whole_leaves():
       params = zenjax.unreduced(params, "data")
       return jax.grad(lambda params: params["t"].sum())(params)
 
-    with pytest.raises(ValueError, match="micro must be unreduced.*'t'"):
+    with pytest.raises(ValueError, match="all_reduce must be unreduced.*'t'"):
       update(params, state)
-    with pytest.raises(ValueError, match="`op` of micro must be 'sum'"):
-      other = zenjax.sparsify.micro("data", density=0.01)
+    with pytest.raises(ValueError, match="`op` must be 'sum'"):
+      other = compressed(compress.MiCRO(0.01), op="mean")
       jax.jit(other.update)(jax.jit(parts)(params), state)
     columns = jax.device_put(params, P(None, "model"))
-    with pytest.raises(ValueError, match="micro must be whole.*'t'.*'model'"):
+    with pytest.raises(ValueError, match="must be whole.*'t'.*'model'"):
       update(jax.jit(parts)(columns), state)
-    with pytest.raises(ValueError, match="made for 4 .*used on 2 devices"):
+    with pytest.raises(ValueError, match="made for.*2 devices"):
       update(jax.jit(parts)(params), jax.tree.map(np.asarray, of_four))
 
 
@@ -351,14 +352,14 @@ def test_parameters_that_cannot_be_left_unsummed_are_as_they_were():
   assert jax.typeof(long).sharding.spec.reduced == {"data"}
 
 
-def test_a_bias_and_a_sparsifier_are_refused_by_name():
+def test_a_bias_and_a_compressor_are_refused_by_name():
   """JAX could not add a bias, and XLA has summed its gradient."""
 
   def grads_of(params, x):
     seen = zenjax.unreduced(params, "data")
     return jax.grad(lambda p: jnp.sum(x @ p["w"] + p["b"][None]))(seen)
 
-  tx = zenjax.sparsify.micro("data", density=0.01, op="sum")
+  tx = compress.all_reduce(compress.MiCRO(0.01), "data", leaves=True)
   with jax.set_mesh(LINE):
     params = {"w": jnp.ones((512, 4)), "b": jnp.ones(4)}
     params = jax.device_put(params, P())
@@ -366,7 +367,7 @@ def test_a_bias_and_a_sparsifier_are_refused_by_name():
     grads = jax.jit(grads_of)(params, x)
     np.testing.assert_array_equal(grads["b"], np.full(4, 8.0))
     state = zenjax.init_state(tx, params, LINE, "data")
-    with pytest.raises(ValueError, match="micro must be.*'b'.*a short vector"):
+    with pytest.raises(ValueError, match="all_reduce must.*'b'.*a short vec"):
       jax.jit(tx.update)(grads, state)
 
 

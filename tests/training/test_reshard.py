@@ -13,67 +13,39 @@ from refusals import names
 import runners
 
 import zenjax
-from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
+from zenjax import compress
 
 pytestmark = pytest.mark.usefixtures("as_optax_computes")
 
-ROWS, WIDTH = 37, 4
 SHARES = 12  # of a batch: 4 and 3 devices take as many each
 
 PARAMS: dict[str, Any] = {
   "big": jnp.zeros(32_768),
   "bias": jnp.zeros(3),
-  "heavy": jnp.zeros(200),
   "kernel": jnp.zeros(400),
-  "passed": jnp.zeros(300),
-  "small": jnp.zeros(100),
-  "table": jnp.zeros((ROWS, WIDTH)),
+  "table": jnp.zeros((37, 4)),
 }
-
-
 # By leaf, the kind of state that is kept for it.
-LABELS = dict(
-  big="exdyna",
-  bias="sharded_optimizer",
-  heavy="momentum",
-  kernel="top_k",
-  passed="threshold",
-  small="micro",
-  table="sharded_optimizer",
-)
+LABELS = dict(big="exdyna", bias="owners", kernel="top_k", table="owners")
 
 
-def everything(names):
-  """Each kind of state that differs between devices, for leaves of its own."""
+def everything():
+  """Kinds of state that differ between devices, for leaves of their own."""
   table: Any = dict(sparse=lambda name, _: name == "table")
-  sent = zenjax.zen_sync("data", sparse=True, unit="element")
-  top_k = zenjax.sparsify.top_k(0.05, sparse=True)
-  drawn = zenjax.sparsify.random_k(0.05, sparse=True)
-  large = zenjax.sparsify.threshold(1.0, sparse=True)
-  moved = zenjax.sparsify.error_feedback(drawn, "data", momentum=0.5)
+  top_k = compress.TopK(0.05)
   kinds: Any = {
-    "exdyna": zenjax.sparsify.exdyna("data", 0.01),
-    "micro": zenjax.sparsify.micro("data", 0.05),
-    "sharded_optimizer": zenjax.sharded_optimizer(
-      optax.adam(0.1), "data", **table
-    ),
-    "top_k": optax.chain(zenjax.sparsify.error_feedback(top_k, "data"), sent),
-    "threshold": optax.chain(
-      zenjax.sparsify.error_feedback(large, "data"), sent
-    ),
-    "momentum": optax.chain(moved, sent),
+    "exdyna": compress.all_reduce(compress.ExDyna(0.01), "data"),
+    "owners": zenjax.sharded_optimizer(optax.adam(0.1), "data", **table),
+    "top_k": compress.all_reduce(top_k, "data", leaves=True, momentum=0.5),
   }
-  labels = {name: LABELS[name] for name in names}
-  kinds = {kind: kinds[kind] for kind in labels.values()}
-  return optax.multi_transform(kinds, labels)
+  return optax.multi_transform(kinds, LABELS)
 
 
-def draw(steps: int, seed: int, names: Any) -> dict[str, np.ndarray]:
+def draw(steps: int, seed: int) -> dict[str, np.ndarray]:
   """Gradients of each share of each batch, few rows of tables among them."""
   rng = np.random.default_rng(seed)
   out = {}
-  for name in names:
-    leaf = PARAMS[name]
+  for name, leaf in PARAMS.items():
     x = rng.laplace(size=(steps, SHARES, *leaf.shape)).astype(np.float32)
     if leaf.ndim == 2:
       x *= rng.random((steps, SHARES, len(leaf), 1)) < 0.1
@@ -81,226 +53,60 @@ def draw(steps: int, seed: int, names: Any) -> dict[str, np.ndarray]:
   return out
 
 
-# What is sent and what waits of these are all gradients.
-LOSSLESS = ("big", "kernel", "passed", "small")
-
-
-class Run:
-  """Steps of leaves of these names on any number of devices."""
-
-  def __init__(self, names):
-    self.tx = everything(names)
-    self.params = {name: PARAMS[name] for name in names}
-    self._steps = {}
-
-  def init(self, n):
-    return zenjax.init_state(self.tx, self.params, runners.mesh(n), "data")
-
-  def step(self, n):
-    def step(state, gradients):
-      _, state = state
-      local = jax.tree.map(lambda g: g.mean(axis=0), gradients)
-      return self.tx.update(local, state, self.params), ()
-
-    if n not in self._steps:
-      mapped = zenjax.data_parallel(step, runners.mesh(n), "data")
-      self._steps[n] = jax.jit(mapped)
-    return self._steps[n]
-
-  def take(self, n, state, gradients):
-    """Updates of each step, `[t, ..]` a leaf, and the state."""
-    found = []
-    for t in range(len(next(iter(gradients.values())))):
-      now = {name: x[t] for name, x in gradients.items()}
-      (updates, state), _ = self.step(n)((self.params, state), now)
-      found.append(jax.tree.map(np.asarray, updates))
-    stack = lambda *x: np.stack(x).astype(np.float64)
-    return jax.tree.map(stack, *found), state
-
-
-def inner_of(state, kind):
-  return state.inner_states[kind].inner_state
-
-
-def kept(state) -> dict[str, np.ndarray]:
+def kept(state) -> list[np.ndarray]:
   """What waits, in the weight of a mean over devices."""
-  waits = {}
-  for name, kind in LABELS.items():
-    if kind == "sharded_optimizer" or kind not in state.inner_states:
-      continue
-    inner = inner_of(state, kind)
-    if kind in ("exdyna", "micro"):
-      waits[name] = inner.residual
-    else:
-      leaf = inner[0].leaves[name]
-      waits[name] = leaf.residual
-      if leaf.momentum is not None:
-        waits["momentum"] = leaf.momentum
-  return {
-    name: np.asarray(x, np.float64).mean(axis=0) for name, x in waits.items()
-  }
+  nodes = [state.inner_states[x].inner_state for x in ("exdyna", "top_k")]
+  waits = [leaf for x in nodes for leaf in (x.residuals, x.momenta)]
+  return [
+    np.asarray(x, np.float64).mean(axis=0) for x in jax.tree.leaves(waits)
+  ]
 
 
 def test_a_run_that_moves_goes_on_as_one_that_never_did():
   """From four devices to three and four again, by way of the host.
 
-  What is owned is that of the run that never moved. Of what waits nothing is
-  lost or weighs more: all updates, and the mean of what waits, are the sum of
-  mean gradients, over each part of the run and over all of it.
+  What is owned is that of the run that never moved, and what waits has the same
+  weight. `compress/test_contract.py` shows that nothing of it is lost.
   """
-  names = ["big", "bias", "kernel", "table"]
-  run = Run(names)
-  first, later = draw(4, 0, names), draw(20, 1, names)
-  lossless = [name for name in LOSSLESS if name in names]
-  _, state = run.take(4, run.init(4), first)
-  stayed, _ = run.take(4, state, later)
-  begun, at = kept(state), 0
-  assert all(np.abs(x).max() > 0 for x in begun.values())
-  whole = {name: begun[name].copy() for name in lossless}
-  for n, steps in ((3, 10), (4, 10)):
+  tx, runs = everything(), {}
+  for n in (3, 4):
+
+    def step(state, gradients):
+      local = jax.tree.map(lambda g: g.mean(axis=0), gradients)
+      return tx.update(local, state, PARAMS)[::-1]
+
+    mapped = zenjax.data_parallel(
+      step, runners.mesh(n), "data", aux_specs="same"
+    )
+    runs[n] = jax.jit(mapped)
+
+  def take(n, state, steps):
+    """The state, and updates of what is owned."""
+    found = []
+    for t in steps:
+      now = jax.tree.map(lambda x, t=t: x[t], gradients)
+      state, updates = runs[n](state, now)
+      found.append({k: np.asarray(updates[k]) for k in ("bias", "table")})
+    return state, found
+
+  gradients = draw(14, 0)
+  state = zenjax.init_state(tx, PARAMS, runners.mesh(4), "data")
+  state, _ = take(4, state, range(4))
+  _, stayed = take(4, state, range(4, 14))
+  assert all(np.abs(x).max() > 0 for x in kept(state))
+  moved = []
+  for n, steps in ((3, range(4, 9)), (4, range(9, 14))):
     before = kept(state)
     saved = zenjax.to_checkpoint(state)
     state = zenjax.from_checkpoint(saved, runners.mesh(n), "data")
     same = zenjax.from_checkpoint(state, runners.mesh(n), "data")
     jax.tree.map(np.testing.assert_array_equal, same, state)
-    after = kept(state)
-    for name in before:
-      np.testing.assert_allclose(
-        after[name], before[name], rtol=1e-5, atol=1e-6
-      )
-    now = {name: x[at : at + steps] for name, x in later.items()}
-    sent, state = run.take(n, state, now)
-    for name in {"table", "bias"} & set(names):
-      np.testing.assert_allclose(
-        sent[name], stayed[name][at : at + steps], rtol=2e-4, atol=2e-6
-      )
-    for name in lossless:
-      given = now[name].mean(axis=1, dtype=np.float64).sum(axis=0)
-      total = sent[name].sum(axis=0) + kept(state)[name]
-      np.testing.assert_allclose(
-        total, before[name] + given, rtol=1e-5, atol=1e-5
-      )
-      whole[name] += given - sent[name].sum(axis=0)
-    at += steps
-  assert at == len(later[names[0]])
-  for name in lossless:
-    np.testing.assert_allclose(
-      kept(state)[name], whole[name], rtol=1e-5, atol=5e-5
-    )
-
-
-def of_op(op: str) -> dict[str, Any]:
-  """Transformations before whose sums gradients wait."""
-  feedback = zenjax.sparsify.error_feedback(
-    zenjax.sparsify.top_k(0.01, sparse=lambda name, _: name.endswith("w")),
-    "data",
-    momentum=0.5,
-  )
-  sparse: Any = dict(op=op, unit="element", sparse=lambda name, _: name == "w")
-  return {
-    "exdyna": zenjax.sparsify.exdyna("data", 0.01, op=op),
-    "micro": zenjax.sparsify.micro("data", 0.01, op=op),
-    "rows": optax.chain(feedback, zenjax.zen_sync("data", **sparse)),
-    "dense": optax.chain(
-      feedback, zenjax.zen_sync("data", op=op, scheme="dense", unit="element")
-    ),
-  }
-
-
-def filled(state: Any, values: np.ndarray) -> Any:
-  """The state with `values: [n]` for each element that waits on a device."""
-  given = lambda x: np.broadcast_to(
-    values.reshape(-1, *[1] * (x.ndim - 1)), x.shape
-  ).astype(x.dtype)
-
-  def fill(node: Any) -> Any:
-    fields = [k for k in ("residual", "momentum") if hasattr(node, k)]
-    old = {k: getattr(node, k) for k in fields}
-    return node._replace(
-      **{k: given(x) for k, x in old.items() if x is not None}
-    )
-
-  kept = zenjax.sparsify.SparsifierState | FeedbackLeaf
-  is_leaf = lambda node: isinstance(node, kept)
-  return jax.tree.map(
-    lambda node: fill(node) if is_leaf(node) else node, state, is_leaf=is_leaf
-  )
-
-
-def sums(state: Any) -> list[float]:
-  """Of an element of each array that waits, over devices."""
-  waits = [
-    x
-    for node in jax.tree.leaves(
-      state, is_leaf=lambda x: isinstance(x, FeedbackLeaf)
-    )
-    if isinstance(node, FeedbackLeaf)
-    for x in (node.residual, node.momentum)
-    if x is not None
-  ]
-  waits += [state.residual] if hasattr(state, "residual") else []
-  return [float(np.asarray(x).reshape(len(x), -1)[:, 0].sum()) for x in waits]
-
-
-@pytest.mark.parametrize("op", ["mean", "sum"])
-def test_what_waits_keeps_the_weight_that_it_has_by_op(op):
-  """Also before any step, and from the form to save.
-
-  Of leaves that go whole, whose zen_sync remembers nothing of them, and of a
-  zen_sync that sums whole arrays alone.
-  """
-  params = {"bias": jnp.zeros(3), "w": jnp.zeros(32_768)}
-  for kind, tx in of_op(op).items():
-    state = zenjax.init_state(tx, params, runners.mesh(8), "data")
-    state = filled(state, np.arange(1.0, 9.0))
-    count = 1 if kind in ("exdyna", "micro") else 3
-    for n in (3, 1, 8):
-      state = zenjax.from_checkpoint(
-        zenjax.to_checkpoint(state), runners.mesh(n), "data"
-      )
-      weight = n / 8 if op == "mean" else 1.0
-      assert sums(state) == pytest.approx([36 * weight] * count), (kind, n)
-
-
-def test_feedback_alone_is_averaged():
-  feedback = zenjax.sparsify.error_feedback(
-    zenjax.sparsify.top_k(0.25, sparse=True), "data"
-  )
-  state = zenjax.init_state(feedback, jnp.zeros(4), runners.mesh(8), "data")
-  state = filled(state, np.arange(1.0, 9.0))
-  assert sums(zenjax.from_checkpoint(state, runners.mesh(2), "data")) == [9.0]
-
-
-def test_feedback_whose_zen_syncs_say_both():
-  """Of a leaf that none of them remembers; of others each says its own."""
-  kinds: Any = {op: of_op(op)["dense"] for op in ("mean", "sum")}
-  params = {op: {"bias": jnp.zeros(3), "w": jnp.zeros(8)} for op in kinds}
-  labels = {op: {"bias": op, "w": op} for op in kinds}
-  tx = optax.multi_transform(kinds, labels)
-  state = zenjax.init_state(tx, params, runners.mesh(8), "data")
-  state = filled(state, np.arange(1.0, 9.0))
-  mesh = runners.mesh(2)
-  with pytest.raises(ValueError) as error:
-    zenjax.from_checkpoint(state, mesh, "data")
-  names(error, "`state`", "bias", "op='mean'", "op='sum'", "sync_state")
-  for op, sum_now in (("mean", 9.0), ("sum", 36.0)):
-    feedback, sync = state.inner_states[op].inner_state
-    moved, _ = zenjax.from_checkpoint((feedback, sync), mesh, "data")
-    assert sums(moved) == [sum_now] * 3
-
-
-def test_a_residual_that_does_not_hold_what_waits():
-  tx = zenjax.sparsify.micro("data", 0.5, residual_dtype=jnp.float16)
-  state = zenjax.init_state(tx, jnp.zeros(8), runners.mesh(1), "data")
-  full = filled(state, np.array([60_000.0]))
-  with pytest.raises(ValueError) as error:
-    zenjax.from_checkpoint(full, runners.mesh(2), "data")
-  names(error, "`state`", "float16", "overflow", "residual_dtype")
-  # What is no number waits as it is.
-  wrong = filled(state, np.array([np.inf]))
-  assert sums(zenjax.from_checkpoint(wrong, runners.mesh(2), "data")) == [
-    np.inf
-  ]
+    for one, other in zip(kept(state), before):
+      np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    state, found = take(n, state, steps)
+    moved += found
+  near = lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-6)
+  jax.tree.map(near, moved, stayed)
 
 
 def remembers() -> optax.GradientTransformation:
@@ -394,18 +200,13 @@ def local(n):
   return {"table": draw(5, 2), "w": draw(3)}
 
 
+MICRO = compress.MiCRO(0.2)
 SYNCS: dict[str, Any] = {
   "mean": zenjax.zen_sync("data", sparse=True),
   "sum": zenjax.zen_sync("data", sparse=True, op="sum"),
   "owners": zenjax.sharded_optimizer(optax.adam(0.1), "data", sparse=True),
-  "micro": zenjax.sparsify.micro("data", 0.5),
-  "micro sum": zenjax.sparsify.micro("data", 0.5, op="sum"),
-  "feedback sum": optax.chain(
-    zenjax.sparsify.error_feedback(
-      zenjax.sparsify.top_k(0.5, sparse=True), "data"
-    ),
-    zenjax.zen_sync("data", op="sum", scheme="dense", unit="element"),
-  ),
+  "micro": compress.all_reduce(MICRO, "data", leaves=True),
+  "micro sum": compress.all_reduce(MICRO, "data", leaves=True, op="sum"),
 }
 
 
@@ -451,6 +252,23 @@ def test_gradients_that_were_averaged_before_they_are_accumulated():
   assert moved[1].acc_grads["w"].tolist() == mean.tolist()
 
 
+def test_accumulated_gradients_that_their_dtype_cannot_hold():
+  params = {"w": jnp.zeros(3, jnp.float16)}
+  tx = optax.MultiSteps(zenjax.zen_sync("data", sparse=True), 4)
+  one, two = (
+    zenjax.init_state(tx, params, runners.mesh(n), "data") for n in (1, 2)
+  )
+
+  def moved(value):
+    full = one._replace(acc_grads={"w": np.full(3, value, np.float16)})
+    return zenjax.from_checkpoint(full, runners.mesh(2), "data", like=two)
+
+  with pytest.raises(ValueError, match="float16.*overflow"):
+    moved(60_000)
+  # What is no number waits as it is.
+  assert np.isinf(moved(np.inf).acc_grads["w"]).sum() == 3
+
+
 def test_accumulated_gradients_of_which_nothing_is_known():
   tx = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))
   host = accumulating(tx, 4, 3, local(4))
@@ -475,7 +293,7 @@ def test_placed_gradients_tell_of_how_many_devices_they_are():
 
 
 def test_like_of_other_transformations():
-  tx = optax.chain(zenjax.sparsify.micro("data", 0.5), optax.sgd(0.1))
+  tx = optax.chain(SYNCS["micro"], optax.sgd(0.1))
   state = zenjax.init_state(tx, {"w": jnp.zeros(30)}, runners.mesh(4), "data")
   with pytest.raises(ValueError) as error:
     zenjax.from_checkpoint(state, runners.mesh(2), "data", like=())

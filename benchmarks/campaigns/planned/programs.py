@@ -163,12 +163,9 @@ class Place:
 class Program(sync.Runner):
   """The step of `tx`, whose gradients are of rows if `rows` says so."""
 
-  def __init__(
-    self, place: Place, tx: Any, rows: bool = False, seen: Any = None
-  ):
+  def __init__(self, place: Place, tx: Any, rows: bool = False):
     given = place.model.loss, place.mesh, place.params(), place.batches
     options = {"rows": rows, "tell": True, "compile": place.compile}
-    options["seen"] = seen
     super().__init__(tx, *given, **options)
 
   def __call__(self) -> None:
@@ -207,23 +204,11 @@ def sent_and_kept(program: Program, rate: float) -> dict[str, np.ndarray]:
     name: (before[name] - after.astype(np.float64)) / rate
     for name, after in program.params_here().items()
   }
-  kinds = zenjax.sparsify
-  flat, by_leaf = kinds.SparsifierState, kinds.ErrorFeedbackState
-  compressed = zenjax.compress.CompressState
-  is_one = lambda x: isinstance(x, flat | by_leaf | compressed)
+  is_one = lambda x: isinstance(x, zenjax.compress.CompressState)
   state = multihost_utils.process_allgather(program.state, tiled=True)
   for node in filter(is_one, jax.tree.leaves(state, is_leaf=is_one)):
-    if isinstance(node, flat):  # `[n, N]`, leaf after leaf.
-      ends = np.cumsum([x.size for x in found.values()])
-      parts = np.split(np.asarray(node.residual), ends[:-1], axis=1)
-      kept = dict(zip(found, parts))
-    elif isinstance(node, compressed):
-      kept = {name: x.value for name, x in node.residuals.items()}
-    else:
-      kept = {name: leaf.residual for name, leaf in node.leaves.items()}
-    for name, x in kept.items():
-      mean = np.asarray(x, np.float64).mean(axis=0)
-      found[name] += mean.reshape(found[name].shape)
+    for name, kept in node.residuals.items():
+      found[name] += np.asarray(kept.value, np.float64).mean(axis=0)
   return found
 
 

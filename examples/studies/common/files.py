@@ -66,7 +66,7 @@ def _git(*command: str) -> str | None:
 class StepLog:
   """A file with a line of JSON for every step, also of resumed runs.
 
-  {"step": 1, "loss": 2.3, "seconds": 0.1, "sparsifier": {"density": 0.01, ..}}
+  {"step": 1, "loss": 2.3, "seconds": 0.1, "compressed": {"density": 0.01, ..}}
 
   Args:
     directory: Made if missing.

@@ -10,15 +10,18 @@ import optax
 from examples.studies.common.cluster import AXIS
 from examples.studies.common.loop import Run
 import zenjax
+from zenjax import compress
 
-# These agree on what is selected, and exchange it themselves.
-EXCLUSIVE = {"exdyna": zenjax.sparsify.exdyna, "micro": zenjax.sparsify.micro}
+# Devices agree on what is selected.
+EXCLUSIVE = {"exdyna": compress.ExDyna, "micro": compress.MiCRO}
 
-# Of these every device selects for itself, and zen_sync sends the union.
-LOCAL = {"top_k": zenjax.sparsify.top_k, "random_k": zenjax.sparsify.random_k}
+# Each device sends a part of its own gradient.
+LOCAL = {"top_k": compress.TopK, "random_k": compress.RandomK}
 
 KINDS = (*EXCLUSIVE, *LOCAL)
 
+# The name of a sparsifier's numbers in the statistics of a run.
+STATS = "compressed"
 
 # Steps after which a threshold has settled.
 _SETTLED = 100
@@ -30,8 +33,8 @@ class Sparsifier:
 
   Attributes:
     kind: One of `KINDS`.
-    density: The part that a step is to send: of all devices together, or of
-      each device where the kind is one of `LOCAL`.
+    density: The part to send in a step: by all devices together, or by each
+      device if the kind is one of `LOCAL`.
     controller: What moves the threshold of `EXCLUSIVE`.
     scale: Gradients are multiplied by it before, and updates divided by it
       after: training is the same, and the threshold must be another.
@@ -39,64 +42,64 @@ class Sparsifier:
 
   kind: str
   density: float
-  controller: Literal["damped", "paper"] = "damped"
+  controller: Literal["sampled", "paper"] = "sampled"
   scale: float = 1.0
 
   def transformation(self) -> optax.GradientTransformationExtraArgs:
-    """Makes what stands first in a chain."""
-    inner = self._inner()
+    """Makes the first transformation of a chain."""
+    # One vector, so that `LOCAL` selects the largest of all leaves, too.
+    inner = optax.flatten(
+      compress.all_reduce(self._compressor(), AXIS, leaves=True)
+    )
     if self.scale == 1:
       return inner
     return optax.chain(
       optax.scale(self.scale), inner, optax.scale(1 / self.scale)
     )
 
-  def _inner(self) -> optax.GradientTransformationExtraArgs:
+  def stats(self, opt_state: Any) -> dict[str, dict[str, float]]:
+    """Returns `zenjax.stats`, with the density that was asked for."""
+    numbers = zenjax.stats(opt_state)[STATS]
+    # `RandomK` counts nothing, because it always sends its density.
+    wanted = {"density": self.density, "density_wanted": self.density}
+    return {STATS: wanted | numbers}
+
+  def _compressor(self) -> compress.Compressor:
     if self.kind in EXCLUSIVE:
       make = EXCLUSIVE[self.kind]
-      return make(AXIS, self.density, controller=self.controller)
-    # One vector, as `EXCLUSIVE` sees the model: the largest of all leaves.
-    select = LOCAL[self.kind](self.density, sparse=True)
-    sync = zenjax.zen_sync(AXIS, sparse=True, unit="element")
-    return optax.flatten(
-      optax.chain(zenjax.sparsify.error_feedback(select, AXIS), sync)
-    )
-
-
-def stats(opt_state: Any) -> dict[str, dict[str, float]]:
-  """Returns what a sparsifier of either form did in the last step.
-
-  Returns:
-    Under "sparsifier" numbers as `zenjax.stats` has them of `exdyna`.
-  """
-  (numbers,) = zenjax.stats(opt_state).values()
-  return {"sparsifier": numbers}
+      return make(self.density, controller=self.controller)
+    return LOCAL[self.kind](self.density)
 
 
 def settled(run: Run) -> dict[str, float]:
   """Returns means over the steps from the 100th on, or over all of a short run.
 
   Args:
-    run: One with a sparsifier.
+    run: A run with a sparsifier.
 
   Returns:
-    The numbers of `zenjax.stats`, and `first`: the first step that counts.
+    The numbers of `Sparsifier.stats`, and `first`: the first step that counts.
   """
   first = _SETTLED if len(run.stats) > _SETTLED else 0
-  steps = [last["sparsifier"] for last in run.stats[first:]]
+  steps = [last[STATS] for last in run.stats[first:]]
   means = {key: float(np.mean([s[key] for s in steps])) for key in steps[0]}
   return means | {"first": float(first)}
 
 
 def lines(run: Run) -> Sequence[str]:
-  """Returns the same for a person."""
+  """Returns the same numbers as text."""
   s = settled(run)
   dense = s["dense_bytes"] / s["wire_bytes"] if s["wire_bytes"] else 1.0
+  counted = [
+    f"{name.replace('_', '-')} {s[name]:.3g}"
+    for name in ("build_up", "imbalance", "threshold", "rounds")
+    if name in s
+  ]
   return [
     f"mean of steps {s['first']:.0f} to {len(run.stats)}: density"
-    f" {s['density']:.4%} of {s['density_wanted']:.4%} wanted, build-up"
-    f" {s['build_up']:.3f}, imbalance {s['imbalance']:.3f},",
-    f"threshold {s['threshold']:.3g}, residual norm {s['residual_norm']:.3g},"
-    f" {s['rounds']:.2f} rounds, {s['wire_bytes'] / 1e6:.3f} MB received by a"
-    f" device, {dense:.1f}x fewer than a dense mean",
+    f" {s['density']:.4%} of {s['density_wanted']:.4%} wanted, residual norm"
+    f" {s['residual_norm']:.3g},",
+    f"{s['wire_bytes'] / 1e6:.3f} MB received by a device, {dense:.1f}x fewer"
+    " than a dense mean",
+    *([", ".join(counted)] if counted else []),
   ]

@@ -13,7 +13,6 @@ import numpy as np
 import optax
 
 from examples.studies.common import cluster
-from examples.studies.common import sparsifier as sparsifiers
 from examples.studies.common.cluster import AXIS
 from examples.studies.common.loop import Batch
 from examples.studies.common.sparsifier import Sparsifier
@@ -69,7 +68,7 @@ class Trainer:
     tx = _transform(optimizer, sync, grads, sparsifier)
     graph, _ = nnx.split(nnx.eval_shape(make), nnx.Param)
     first = lambda: nnx.split(make(), nnx.Param)[1]
-    self._sync = "sparsifier" if sparsifier else sync
+    self._sync, self._sparsifier = sync, sparsifier
     self._mesh, self._split = mesh, NamedSharding(mesh, P(AXIS))
     if sync == "sharded":  # Inside jit no device makes a whole table.
       shard = jax.jit(lambda: zenjax.tables.shard(first(), mesh, AXIS))
@@ -87,12 +86,6 @@ class Trainer:
     )
     self._recorder: zenjax.planner.Recorder | None = None
 
-  def plan_by(self, seen: Any) -> None:
-    """Plans steps with what another run's state has seen: `zenjax.tune`."""
-    plan = jax.tree.structure(zenjax.tune(seen))
-    self.opt_state = jax.tree.unflatten(plan, jax.tree.leaves(self.opt_state))
-    self._step = self._compile(_nothing)
-
   def step(self, batch: Batch) -> float:
     """Trains on one batch and returns its loss."""
     recorder = self._recorder
@@ -106,8 +99,8 @@ class Trainer:
 
   def stats(self) -> dict[str, dict[str, float]]:
     """Returns numbers of zen_sync or a sparsifier in the last step."""
-    if self._sync == "sparsifier":
-      return sparsifiers.stats(self.opt_state)
+    if self._sparsifier:
+      return self._sparsifier.stats(self.opt_state)
     counts = self._sync in ("zen", "sharded")
     return zenjax.stats(self.opt_state) if counts else {}
 

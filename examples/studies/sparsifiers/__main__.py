@@ -36,7 +36,6 @@ from examples.studies.sparsifiers import plot
 from examples.studies.sparsifiers import table
 from examples.studies.sparsifiers.cells import Cell
 from examples.studies.sparsifiers.cells import StudyFile
-from examples.studies.sparsifiers.tasks import make_trainer
 from examples.studies.sparsifiers.tasks import TASKS
 
 _KINDS = ("exdyna", "micro", "top_k")
@@ -88,7 +87,8 @@ def _broken_rule(flags: argparse.Namespace) -> str | None:
 
 def train(study: Study, cell: Cell, interrupt: Interrupt) -> dict | None:
   """Returns the record of a cell; nothing if Ctrl-C came."""
-  trainer = make_trainer(study, cell, cluster.make_mesh(cell.devices))
+  mesh = cluster.make_mesh(cell.devices)
+  trainer = study.trainer(mesh, cell.seed, sparsifier=cell.sparsifier)
   run = loop.fit(
     trainer,
     study.batches(cell.devices, cell.seed),

@@ -17,13 +17,14 @@ from examples.studies.common.files import written_whole
 from examples.studies.common.loop import Run
 from examples.studies.common.sparsifier import settled
 from examples.studies.common.sparsifier import Sparsifier
+from examples.studies.common.sparsifier import STATS
 
 DENSE = "dense"
 
 # A curve has about so many at most; each is the mean of some steps.
 _POINTS = 100
 
-# What a sparsifier's cell keeps of every step.
+# What a sparsifier's cell keeps of every step, if the sparsifier counts it.
 CURVES = ("density", "build_up", "imbalance", "threshold", "residual_norm")
 
 
@@ -105,8 +106,10 @@ def record(cell: Cell, run: Run, elements: int) -> dict[str, Any]:
     "megabytes": received[every::every].tolist(),
   }
   if cell.sparsifier:
-    stats = [last["sparsifier"] for last in run.stats]
-    curves |= {key: curve([s[key] for s in stats]) for key in CURVES}
+    stats = [last[STATS] for last in run.stats]
+    curves |= {
+      key: curve([s[key] for s in stats]) for key in CURVES if key in stats[0]
+    }
   found = {
     **dataclasses.asdict(cell),
     "elements": elements,
@@ -126,8 +129,7 @@ def record(cell: Cell, run: Run, elements: int) -> dict[str, Any]:
 def _received(cell: Cell, run: Run, elements: int) -> list[float]:
   """Returns the bytes that a device received in every step."""
   if cell.sparsifier:
-    stats = [last["sparsifier"] for last in run.stats]
-    return [s["wire_bytes"] for s in stats]
+    return [last[STATS]["wire_bytes"] for last in run.stats]
   # A ring's, as `zenjax.stats` has it; float32.
   bytes_a_step = 2 * (cell.devices - 1) / cell.devices * 4 * elements
   return [bytes_a_step] * len(run.losses)

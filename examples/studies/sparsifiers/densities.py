@@ -30,10 +30,11 @@ from examples.studies.common.loop import Run
 from examples.studies.common.sparsifier import EXCLUSIVE
 from examples.studies.common.sparsifier import settled
 from examples.studies.common.sparsifier import Sparsifier
+from examples.studies.common.sparsifier import STATS
 from examples.studies.lm import flags as lm_flags
 from examples.studies.lm.study import Language
 
-_CONTROLLERS = ("damped", "paper")
+_CONTROLLERS = ("sampled", "paper")
 _KEPT = ("density", "threshold", "imbalance", "rounds", "wire_bytes")
 
 _HEADINGS = (
@@ -108,7 +109,7 @@ def _line(sparsifier: Sparsifier, run: Run, perplexity: float) -> str:
 def _record(
   sparsifier: Sparsifier, run: Run, perplexity: float
 ) -> dict[str, Any]:
-  steps = [last["sparsifier"] for last in run.stats]
+  steps = [last[STATS] for last in run.stats]
   return {
     "sparsifier": sparsifier.kind,
     "controller": sparsifier.controller,

@@ -111,8 +111,8 @@ def _draw_learned(axes, shown: _Shown, styles, name: str) -> None:
 def _draw_selection(axes, shown: _Shown, styles) -> None:
   for one, (key, what, best) in zip(axes, _SELECTION):
     for cell, record in shown:
-      if not cell.sparsifier:
-        continue
+      if key not in record["curves"]:
+        continue  # Dense, or a sparsifier that does not count it.
       y = np.array(record["curves"][key], float)  # NaN stands for null.
       if key == "density":
         y = y / cell.density

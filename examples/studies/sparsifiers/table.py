@@ -63,11 +63,10 @@ def _line(
   received = _received(record)
   columns = [str(cell.devices), _name(cell.kind, cell.density)]
   if s := record["settled"]:
+    columns.append(f"{s['density'] / s['density_wanted']:.3f}")
     columns += [
-      f"{s['density'] / s['density_wanted']:.3f}",
-      f"{s['build_up']:.2f}",
-      f"{s['imbalance']:.2f}",
-      f"{s['rounds']:.2f}",
+      f"{s[name]:.2f}" if name in s else ""  # Not all sparsifiers count it.
+      for name in ("build_up", "imbalance", "rounds")
     ]
   else:
     columns += [""] * 4

@@ -6,18 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
-
 from examples.studies.cnn import flags as cnn_flags
 from examples.studies.cnn.study import Pictures
-from examples.studies.common.sparsifier import LOCAL
 from examples.studies.common.study import Study
-from examples.studies.common.trainer import Trainer
 from examples.studies.lm import flags as lm_flags
 from examples.studies.lm.study import Language
-from examples.studies.sparsifiers.cells import Cell
-
-_PROBE = 20  # Steps before a run, with which `zenjax.tune` plans it.
 
 # A selection delays gradients and keeps their sum. Of that SGD makes the same
 # update; what divides by the size of a gradient, as Adagrad, does not.
@@ -77,20 +70,3 @@ TASKS: Mapping[str, Task] = {
     lambda value, dense: f"{100 * (value - dense):+.2f} points",
   ),
 }
-
-
-def make_trainer(study: Study, cell: Cell, mesh: Mesh) -> Trainer:
-  """Makes the trainer of a cell.
-
-  Where a sparsifier is followed by `zen_sync`, `zenjax.tune` plans its buffers
-  after some steps.
-  """
-  sparsifier = cell.sparsifier
-  trainer = study.trainer(mesh, cell.seed, sparsifier=sparsifier)
-  if sparsifier and sparsifier.kind in LOCAL:
-    probe = study.trainer(mesh, cell.seed, sparsifier=sparsifier)
-    batches = study.batches(cell.devices, cell.seed)
-    for _, batch in zip(range(_PROBE), batches):
-      probe.step(batch)
-    trainer.plan_by(probe.opt_state)
-  return trainer

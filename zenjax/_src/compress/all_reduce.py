@@ -1,7 +1,8 @@
 """`all_reduce`: averages dense gradients in few bytes, in an optax chain."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from zenjax._src.compress import registry
 from zenjax._src.compress.compress_state import CompressState
 from zenjax._src.compress.compress_state import Residual
 from zenjax._src.compress.compressor import Compressor
-from zenjax._src.compress.compressor import left
+from zenjax._src.compress.compressor import in_dtype
 from zenjax._src.compress.compressor import Reduced
 from zenjax._src.core import arguments
 from zenjax._src.core import collectives
@@ -45,6 +46,8 @@ def all_reduce(
   others: optax.GradientTransformation | None = None,
   op: str | None = None,
   error_feedback: bool | None = None,
+  momentum: float | None = None,
+  nesterov: bool = False,
   dense_steps: int = 0,
   seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -70,7 +73,7 @@ def all_reduce(
   and so does a device that adds up for others with its own errors: nothing is
   lost, and errors are made good in later steps. A NaN arrives as NaN, with most
   compressors together with its block or matrix, and leaves no trace in what is
-  kept.
+  kept. A sparsifier may send it some steps later.
 
   Args:
     compressor: For example `zenjax.compress.LowBit(bits=8)`. Or a plan of
@@ -82,14 +85,21 @@ def all_reduce(
       `PowerSGD` sends its factors along all of them.
     leaves: The leaves to compress: a pytree prefix of bools, or a callable
       `(name, leaf) -> bool` with the names that `zenjax.report` shows.
-    others: Synchronizes all other leaves. By default `zen_sync(axis_name)`.
+    others: Synchronizes all other leaves. By default `zen_sync(axis_name)`,
+      followed by the same momentum.
     op: `"mean"` or `"sum"`. The default is the mean, and in plain `jit` the
       sum, since the loss there is taken over the whole batch.
     error_feedback: Whether devices keep their errors and send them later, in
       float32. By default the compressor says so.
+    momentum: The factor of a momentum that each device applies before the
+      compressor, in [0, 1). With sparsifiers it matters: what waits on a device
+      then moves parameters as if it had been sent at once. Where a sparsifier
+      has sent a number, its momentum starts again. All other arrays get the
+      same momentum, so follow it with a plain `optax.sgd`.
+    nesterov: Whether to use Nesterov momentum.
     dense_steps: The number of first steps that average whole gradients, as
       gradients change the most in the beginning.
-    seed: An integer in [0, 2**32) for stochastic rounding.
+    seed: An integer in [0, 2**32) for stochastic rounding and `RandomK`.
 
   Returns:
     A transformation whose state is a `zenjax.compress.CompressState`.
@@ -130,7 +140,8 @@ def all_reduce(
       )
     rest = [x for x in compressor.leaves if not x.compressor]
     plan = dataclasses.replace(compressor, leaves=tuple(rest))
-    tx: Any = zen_sync.zen_sync(axis_name, op=op, plan=plan)
+    sync = zen_sync.zen_sync(axis_name, op=op, plan=plan)
+    tx: Any = _rest(sync, axis_name, momentum, nesterov)
     for name in sorted(
       {x.compressor for x in compressor.leaves if x.compressor}
     ):
@@ -142,6 +153,8 @@ def all_reduce(
         others=tx,
         op=op,
         error_feedback=error_feedback,
+        momentum=momentum,
+        nesterov=nesterov,
         dense_steps=dense_steps,
         seed=seed,
       )
@@ -157,6 +170,15 @@ def all_reduce(
     raise TypeError(f"`error_feedback` must be a bool, got {error_feedback!r}.")
   if dense_steps < 0:
     raise ValueError(f"`dense_steps` must not be negative, got {dense_steps}.")
+  if momentum is None and nesterov:
+    raise ValueError("`nesterov` needs a `momentum`. Give momentum=0.9 too.")
+  if momentum is not None and (
+    not 0 <= arguments.number("momentum", momentum) < 1
+  ):
+    raise ValueError(
+      f"`momentum` must be in [0, 1), got {momentum!r}. Give 0.9, or None for"
+      " no momentum."
+    )
   feedback = (
     compressor.error_feedback if error_feedback is None else error_feedback
   )
@@ -171,11 +193,14 @@ def all_reduce(
     compressor=compressor,
     options=options,
     error_feedback=feedback,
+    momentum=momentum,
+    nesterov=nesterov,
     dense_steps=dense_steps,
     seed=arguments.hash_seed(seed, "seed"),
   )
   if others is None:
-    others = zen_sync.zen_sync(axis_name, op=op)
+    sync = zen_sync.zen_sync(axis_name, op=op)
+    others = _rest(sync, axis_name, momentum, nesterov)
   return _transformation(settings, optax.with_extra_args_support(others))
 
 
@@ -186,8 +211,16 @@ class _Settings:
   compressor: Compressor
   options: Options
   error_feedback: bool
+  momentum: float | None
+  nesterov: bool
   dense_steps: int
   seed: int
+
+  @property
+  def differs(self) -> bool:
+    """Whether the state depends on the number of devices."""
+    kept = self.error_feedback or self.momentum is not None
+    return kept or self.compressor.selects
 
 
 def _transformation(
@@ -196,7 +229,7 @@ def _transformation(
   options = settings.options
 
   def init_fn(params: optax.Params) -> Any:
-    if settings.error_feedback:
+    if settings.differs:
       collectives.size_in_init(options.axes, _BY)
     mine, rest = _split(params, options)
     chosen = [True for _ in jax.tree.leaves(mine)]
@@ -209,6 +242,11 @@ def _transformation(
     params: optax.Params | None = None,
     **extra_args: Any,
   ) -> tuple[optax.Updates, CompressState]:
+    if not isinstance(state, CompressState):
+      raise TypeError(
+        f"`state` of {_BY} must be a CompressState, got {type(state).__name__}."
+        " Make it with `zenjax.init_state(tx, params, mesh, axis_name)`."
+      )
     mine, rest = _split(updates, options)
     own, other = state._replace(others=()), state.others
     around = collectives.mesh_around(options.axes, updates, None)
@@ -220,16 +258,44 @@ def _transformation(
       summed, new = whole_batch.select(
         update, mine, own, around, options.axes, by=_BY, sums=True
       )
-    # In plain `jit`, XLA may have summed all others.
-    if around is None or whole_batch.has_parts(rest):
-      if len(options.axes) > 1:
-        # Collectives over different groups of devices run in one order.
-        rest, _ = lax.optimization_barrier((rest, summed))
-      inner = None if params is None else _split(params, options)[1]
-      rest, other = others.update(rest, other, inner, **extra_args)
+    if len(options.axes) > 1:
+      # Collectives over different groups of devices run in one order.
+      rest, _ = lax.optimization_barrier((rest, summed))
+    inner = None if params is None else _split(params, options)[1]
+    rest, other = others.update(rest, other, inner, **extra_args)
     return _joined(summed, rest), new._replace(others=other)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _rest(
+  sync: optax.GradientTransformationExtraArgs,
+  axis_name: AxisName,
+  momentum: float | None,
+  nesterov: bool,
+) -> optax.GradientTransformationExtraArgs:
+  """Returns what averages all other leaves, with the same momentum."""
+  axes = arguments.axes(axis_name)
+
+  def update_fn(
+    updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
+  ) -> tuple[optax.Updates, Any]:
+    for name, leaf in leaf_util.named_leaves(updates, is_rows):
+      if is_rows(leaf) and momentum is not None:
+        raise TypeError(
+          f"`momentum` of {_BY} is for arrays, but leaf {name!r} is SparseRows."
+          " Give it an optimizer of its own by `optax.partition`."
+        )
+    if collectives.mesh_around(
+      axes, updates, None
+    ) is None or whole_batch.has_parts(updates):
+      return sync.update(updates, state, params, **extra_args)
+    return updates, state  # In plain `jit`, XLA has summed all of them.
+
+  tx = optax.GradientTransformationExtraArgs(sync.init, update_fn)
+  if momentum is None:
+    return tx
+  return optax.chain(tx, optax.trace(momentum, nesterov))
 
 
 def _split(tree: Any, options: Options) -> tuple[Any, Any]:
@@ -272,33 +338,43 @@ def _joined(mine: Any, rest: Any) -> Any:
 
 def _fresh(tree: Any, settings: _Settings, others: Any) -> CompressState:
   """Returns the state of a device before the first step."""
-  named = leaf_util.named_leaves(tree)
-  nothing = lambda x: gradient_tree.as_varying(
-    jnp.zeros((1, *x.shape), jnp.float32), settings.options.axes
-  )
+  options, compressor = settings.options, settings.compressor
+  shapes = {name: x.shape for name, x in leaf_util.named_leaves(tree)}
+  context = Context(axes=options.axes, sizes=(1,), mean=options.mean)
+  if settings.differs:
+    context = gradient_tree.context_of(options)
+  nothing = lambda: {
+    name: Residual(
+      gradient_tree.as_varying(
+        jnp.zeros((1, *shape), jnp.float32), options.axes
+      )
+    )
+    for name, shape in shapes.items()
+  }
+  number = jnp.zeros((), jnp.float32)
   return CompressState(
     step=jnp.zeros((), jnp.int32),
-    residuals={
-      name: Residual(nothing(leaf))
-      for name, leaf in named
-      if settings.error_feedback
+    residuals=nothing() if settings.error_feedback else {},
+    momenta={} if settings.momentum is None else nothing(),
+    memory=compressor.init(shapes, context) if shapes else (),
+    mean=jnp.full((), options.mean),
+    leaves={
+      name: jnp.full((), math.prod(shape), jnp.int32)
+      for name, shape in shapes.items()
     },
-    memory={
-      name: settings.compressor.init(leaf.shape, number)
-      for number, (name, leaf) in enumerate(named)
-    },
-    mean=jnp.full((), settings.options.mean),
-    wire_bytes=jnp.zeros((), jnp.float32),
-    dense_bytes=jnp.zeros((), jnp.float32),
+    wire_bytes=number,
+    dense_bytes=number,
+    stats={name: number for name in compressor.stats},
     others=others,
   )
 
 
 def _facts(state: CompressState) -> dict[str, str]:
   """Describes what a state must have in common with a fresh one."""
-  facts = {f"leaf {name!r}": "compressed" for name in state.memory}
+  facts = {f"leaf {name!r}": "compressed" for name in state.leaves}
+  facts |= {f"statistic {name!r}": "counted" for name in state.stats}
   for path, x in jax.tree_util.tree_leaves_with_path(
-    (state.residuals, state.memory)
+    (state.residuals, state.momenta, state.memory)
   ):
     facts[jax.tree_util.keystr(path)] = str(x.shape)
   return facts
@@ -310,59 +386,118 @@ def _summed(
   """Sums the leaves of one device with those of all others."""
   options, compressor = settings.options, settings.compressor
   context = dataclasses.replace(gradient_tree.context_of(options), mean=mean)
-  named = gradient_tree.local_leaves(tree, context)
+  leaves = dict(gradient_tree.local_leaves(tree, context))
   got = _facts(state)
   needed = _facts(jax.eval_shape(lambda: _fresh(tree, settings, ())))
   device_state.require_made_for(_BY, context.devices, got, needed)
-  names = [name for name, _ in named]
-  given = [leaf.astype(jnp.float32) for _, leaf in named]
-  waiting = []
   # A state may have other dtypes, as where everything is in float64.
-  if settings.error_feedback:
-    waiting = [state.residuals[name].value[0] for name in names]
-    given = [x + y.astype(jnp.float32) for x, y in zip(given, waiting)]
-  kept_memory = [state.memory[name] for name in names]
-  memory = jax.tree.map(_narrow, kept_memory)
+  own = lambda kept: {
+    name: x.value[0].astype(jnp.float32) for name, x in kept.items()
+  }
+  given = {name: x.astype(jnp.float32) for name, x in leaves.items()}
+  momenta, given = _with_momentum(given, own(state.momenta), settings)
+  for name, waiting in own(state.residuals).items():
+    given[name] += waiting
+  memory = jax.tree.map(_narrow, state.memory)
   key = jax.random.fold_in(jax.random.key(settings.seed), state.step)
-  key = jax.random.fold_in(key, lax.axis_index(context.axes))
   dense = state.step < settings.dense_steps
   with jax.named_scope("zenjax/compress"):
-    compressed = lambda: compressor.reduce(given, memory, key, context)
-    if not named:
-      out = Reduced([], [], [])
+    if not leaves:
+      out = Reduced({}, {}, memory)
     elif settings.dense_steps:
-      whole = lambda: Reduced(
-        [dense_sum.all_reduce(x, context) for x in given],
-        [jnp.zeros_like(x) for x in given],
-        memory,
+      out = lax.cond(
+        dense,
+        lambda: _typed(_whole(given, memory, compressor, context), options),
+        lambda: _typed(compressor.reduce(given, memory, key, context), options),
       )
-      out = lax.cond(dense, whole, compressed)
     else:
-      out = compressed()
-  wire_bytes, dense_bytes = _bytes(
-    [leaf for _, leaf in named], compressor, context
-  )
+      out = compressor.reduce(given, memory, key, context)
+  wire_bytes, dense_bytes = _bytes([*leaves.values()], compressor, context)
   like = lambda x, y: x.astype(y.dtype)
-  sums = [like(x, leaf) for x, (_, leaf) in zip(out.sums, named)]
+  stored = lambda new, old: {
+    name: Residual(like(new[name][None], x.value)) for name, x in old.items()
+  }
+  rounded = {
+    name: in_dtype(out.sums[name], x.dtype) for name, x in leaves.items()
+  }
+  sums = {name: x for name, (x, _) in rounded.items()}
+  for name, sent in (out.sent or {}).items():
+    if name in momenta:
+      zero = jnp.zeros_like(momenta[name])
+      momenta[name] = jnp.where(sent, zero, momenta[name])
   new = state._replace(
     step=processes.compared(
       state.step + 1, f"{_BY} by {compressor}", options, tree
     ),
-    memory=dict(zip(names, jax.tree.map(like, out.memory, kept_memory))),
+    momenta=stored(momenta, state.momenta),
+    memory=jax.tree.map(like, out.memory, state.memory),
     mean=jnp.full((), mean),
-    wire_bytes=jnp.where(dense, dense_bytes, wire_bytes),
+    wire_bytes=jnp.where(dense, dense_bytes, wire_bytes + out.more_bytes),
     dense_bytes=dense_bytes,
+    stats=dict(zip(compressor.stats, out.stats)) if leaves else state.stats,
   )
-  if settings.error_feedback:
-    # What 16-bit leaves cannot hold waits as well, the same on each device.
-    share = jnp.float32(1 if mean else 1 / context.devices)
-    kept = [
-      x if y.dtype == jnp.float32 else x + left(z, like(y, z)) * share
-      for x, y, z in zip(out.kept, sums, out.sums)
-    ]
-    kept = [Residual(like(x[None], y)) for x, y in zip(kept, waiting)]
-    new = new._replace(residuals=dict(zip(names, kept)))
-  return jax.tree.structure(tree).unflatten(sums), new
+  # What 16-bit leaves cannot hold waits as well, the same on each device.
+  share = jnp.float32(1 if mean else 1 / context.devices)
+  kept = {
+    name: x
+    if leaves[name].dtype == jnp.float32
+    else x + rounded[name][1] * share
+    for name, x in out.kept.items()
+  }
+  new = new._replace(residuals=stored(kept, state.residuals))
+  return jax.tree.structure(tree).unflatten(
+    [sums[name] for name in leaves]
+  ), new
+
+
+def _whole(
+  given: Mapping[str, jax.Array],
+  memory: Any,
+  compressor: Compressor,
+  context: Context,
+) -> Reduced:
+  """Averages whole leaves, as in the first steps."""
+  nothing = {name: jnp.zeros(x.shape, bool) for name, x in given.items()}
+  return Reduced(
+    sums={k: dense_sum.all_reduce(x, context) for k, x in given.items()},
+    kept={k: jnp.zeros_like(x) for k, x in given.items()},
+    memory=memory,
+    sent=nothing if compressor.selects else None,
+    stats=(0.0,) * len(compressor.stats),
+  )
+
+
+def _typed(out: Reduced, options: Options) -> Reduced:
+  """Returns a result in the types that all results have."""
+  number = lambda x: jnp.asarray(x, jnp.float32)
+  return out._replace(
+    kept=gradient_tree.as_varying(out.kept, options.axes),
+    sent=gradient_tree.as_varying(out.sent, options.axes),
+    stats=tuple(map(number, out.stats)),
+    more_bytes=number(out.more_bytes),
+  )
+
+
+def _with_momentum(
+  gradients: dict[str, jax.Array],
+  momenta: dict[str, jax.Array],
+  settings: _Settings,
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+  """Returns new momenta, and what to send in place of gradients."""
+  if settings.momentum is None:
+    return {}, dict(gradients)
+  factor = jnp.float32(settings.momentum)
+  new, sent = {}, {}
+  for name, x in gradients.items():
+    if settings.nesterov:
+      new[name] = factor * (momenta[name] + x)
+      sent[name] = new[name] + x
+    else:
+      new[name] = sent[name] = factor * momenta[name] + x
+    # NaN and Inf are sent, and would never leave the momentum.
+    finite = lax.is_finite(new[name])
+    new[name] = jnp.where(finite, new[name], jnp.zeros_like(x))
+  return new, sent
 
 
 def _narrow(x: jax.Array) -> jax.Array:
@@ -374,6 +509,8 @@ def _bytes(
   leaves: Sequence[Any], compressor: Compressor, context: Context
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the bytes that a device receives, and those of an all-reduce."""
+  if not leaves:
+    return jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
   messages = compressor.messages([x.shape for x in leaves], context)
   wide = [x.size * collectives.accumulator(x.dtype).itemsize for x in leaves]
   dense = Message("all_reduce", context.axes, sum(wide) / 4)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
+from zenjax._src.compress.exdyna import PartitionMemory
 from zenjax._src.core.folding import folded
 
 
@@ -49,28 +50,37 @@ class CompressState(NamedTuple):
 
   step: jax.Array  # [] int32, steps taken
   residuals: dict[str, Residual]  # by name of the leaf
-  memory: dict[str, Any]  # of the compressor, by name of the leaf
+  momenta: dict[str, Residual]  # by name of the leaf; empty without momentum
+  memory: Any  # of the compressor
   mean: jax.Array  # [] bool, whether the last step averaged
+  leaves: dict[str, jax.Array]  # [] int32, elements, by name of the leaf
   wire_bytes: jax.Array  # [] float32, received per device in the last step
-  dense_bytes: (
-    jax.Array
-  )  # the same of a ring all-reduce, which adds up in float32
+  # The same of a ring all-reduce, which adds up in float32.
+  dense_bytes: jax.Array
+  stats: dict[str, jax.Array]  # [] float32, of the compressor's last step
   others: Any  # the state of the transformation of all other leaves
 
   def specs(self, split: PartitionSpec) -> "CompressState":
     """Returns partition specs: each device has its own residuals."""
     same = jax.tree.map(lambda _: PartitionSpec(), self)
-    residuals = {name: x.specs(split) for name, x in self.residuals.items()}
-    return same._replace(residuals=residuals)
+    own = lambda kept: {name: x.specs(split) for name, x in kept.items()}
+    return same._replace(
+      residuals=own(self.residuals), momenta=own(self.momenta)
+    )
 
   def on_devices(self, devices: int) -> "CompressState":
     """Converts a state in host memory to another number of devices.
 
-    Residuals are folded so that no gradient is lost.
+    Residuals and momenta are folded so that no gradient is lost.
     """
-    residuals = dict(self.residuals)
-    for name, x in residuals.items():
-      if x.devices != devices:
-        moved = folded(x.value, devices, averages=bool(self.mean))
-        residuals[name] = Residual(moved)
-    return self._replace(residuals=residuals)
+
+    def moved(x: Any) -> Any:
+      if isinstance(x, PartitionMemory):
+        return x.on_devices(devices)
+      if not isinstance(x, Residual) or x.devices == devices:
+        return x
+      return Residual(folded(x.value, devices, averages=bool(self.mean)))
+
+    return jax.tree.map(
+      moved, self, is_leaf=lambda x: isinstance(x, PartitionMemory | Residual)
+    )

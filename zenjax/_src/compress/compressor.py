@@ -1,7 +1,7 @@
 """Compressors: how dense gradients are summed over devices in few bytes."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple
@@ -19,11 +19,16 @@ from zenjax._src.schemes.base import Message
 
 
 class Reduced(NamedTuple):
-  """The result of a compressed sum; leaves in the order in which they came."""
+  """The result of a compressed sum; leaves by name."""
 
-  sums: list[jax.Array]  # or means; equal on all devices
-  kept: list[jax.Array]  # what this device has to send later
-  memory: list[Any]  # for the next step; equal on all devices
+  sums: dict[str, jax.Array]  # or means; equal on all devices
+  kept: dict[str, jax.Array]  # what this device has to send later
+  memory: Any  # for the next step; equal on all devices
+  # Whether a number was sent whole, bool; None for compressors that send all.
+  sent: dict[str, jax.Array] | None = None
+  # Of [] each, equal on all devices, as `Compressor.stats` names them.
+  stats: tuple[jax.Array | float, ...] = ()
+  more_bytes: jax.Array | float = 0.0  # received beyond `messages`
 
 
 class Compressor(abc.ABC):
@@ -37,17 +42,23 @@ class Compressor(abc.ABC):
   error_feedback: ClassVar[bool] = True
   # False if results are not near the leaves, so that errors mean nothing.
   approximates: ClassVar[bool] = True
+  # True if a number is sent whole or not at all.
+  selects: ClassVar[bool] = False
+  # Names of the numbers that `Reduced.stats` has.
+  stats: ClassVar[tuple[str, ...]] = ()
 
-  def init(self, shape: tuple[int, ...], number: int) -> Any:
-    """Returns the memory for leaf number `number`, equal on all devices."""
-    del shape, number
+  def init(
+    self, shapes: Mapping[str, tuple[int, ...]], context: Context
+  ) -> Any:
+    """Returns the memory before the first step, equal on all devices."""
+    del shapes, context
     return ()
 
   @abc.abstractmethod
   def reduce(
     self,
-    leaves: Sequence[jax.Array],
-    memory: Sequence[Any],
+    leaves: Mapping[str, jax.Array],
+    memory: Any,
     key: jax.Array,
     context: Context,
   ) -> Reduced:
@@ -57,9 +68,9 @@ class Compressor(abc.ABC):
     compressors with `error_feedback = False`.
 
     Args:
-      leaves: Arrays of a device, float32.
-      memory: What `init` or the last step returned, for each leaf.
-      key: A random key, another one on each device and in each step.
+      leaves: Arrays of a device by name, float32.
+      memory: What `init` or the last step returned.
+      key: A random key, equal on all devices, and another one in each step.
       context: Axes of the devices, and whether to average.
     """
 
@@ -88,7 +99,9 @@ class Compressor(abc.ABC):
 
 
 def _plain(value: Any) -> Any:
-  """Returns the name of a dtype, and other values unchanged."""
+  """Returns the name of a dtype, and numbers of NumPy as Python's."""
+  if isinstance(value, np.generic):
+    return value.item()
   return value.name if isinstance(value, np.dtype) else value
 
 
@@ -127,21 +140,23 @@ class Codec(Compressor):
 
   def reduce(
     self,
-    leaves: Sequence[jax.Array],
-    memory: Sequence[Any],
+    leaves: Mapping[str, jax.Array],
+    memory: Any,
     key: jax.Array,
     context: Context,
   ) -> Reduced:
-    across, within = _levels(context.axes)
-    blocks = _in_blocks(leaves, self.block, context.devices)
+    across, within = levels(context.axes)
+    arrays = [*leaves.values()]
+    blocks = _in_blocks(arrays, self.block, context.devices)
     part = blocks
     if within:
-      part = _summed(collectives.all_to_all(blocks, within), within)
+      part = summed(collectives.all_to_all(blocks, within), within)
+    key = jax.random.fold_in(key, lax.axis_index(context.axes))
     push, pull = jax.random.split(key)
     words = self.encode(wire.constant(part), push)
     kept = left(part, self.decode(words))
     came = self.decode(collectives.all_to_all(words, across))
-    total = _summed(came, across)
+    total = summed(came, across)
     words = self.encode(context.scaled(total), pull)
     times = jnp.float32(context.devices if context.mean else 1)
     lost = left(total, self.decode(words) * times)
@@ -155,16 +170,15 @@ class Codec(Compressor):
       slices = collectives.size(within)
       words = words.reshape(-1, slices, *words.shape[1:]).swapaxes(0, 1)
     sums = self.decode(words.reshape(-1, self.words))
-    return Reduced(
-      _in_leaves(sums, leaves), _in_leaves(kept, leaves), list(memory)
-    )
+    named = lambda blocks: dict(zip(leaves, _in_leaves(blocks, arrays)))
+    return Reduced(named(sums), named(kept), memory)
 
   def messages(
     self, shapes: Sequence[tuple[int, ...]], context: Context
   ) -> list[Message]:
     blocks = sum(-(-math.prod(shape) // self.block) for shape in shapes)
     blocks += -blocks % context.devices
-    across, within = _levels(context.axes)
+    across, within = levels(context.axes)
     messages, slices = [], 1
     if within:
       slices = context.sizes[-1]
@@ -175,12 +189,12 @@ class Codec(Compressor):
     return [*messages, Message("all_gather", context.axes, words)]
 
 
-def _levels(axes: Axes) -> tuple[Axes, Axes]:
+def levels(axes: Axes) -> tuple[Axes, Axes]:
   """Returns the axes over which words travel, and those with fast links."""
   return (axes[:-1], axes[-1:]) if len(axes) > 1 else (axes, ())
 
 
-def _summed(came: jax.Array, axes: Axes) -> jax.Array:
+def summed(came: jax.Array, axes: Axes) -> jax.Array:
   """Sums the blocks that came from each device, `[M, block]`, by rank."""
   devices = collectives.size(axes)
   return jnp.sum(came.reshape(devices, -1, came.shape[1]), axis=0)
@@ -190,6 +204,16 @@ def left(x: jax.Array, sent: jax.Array) -> jax.Array:
   """Returns what is left of `x`; nothing of its own NaN and Inf."""
   rest = jnp.where(lax.is_finite(sent), x - sent, x)
   return jnp.where(lax.is_finite(rest), rest, jnp.zeros_like(rest))
+
+
+def in_dtype(x: jax.Array, wire: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+  """Rounds numbers to a dtype, and returns also what is left of them.
+
+  Finite ones become at most the largest number of the dtype.
+  """
+  most = min(float(jnp.finfo(wire).max), float(jnp.finfo(x.dtype).max))
+  near = jnp.where(lax.is_finite(x), jnp.clip(x, -most, most), x).astype(wire)
+  return near, left(x, near.astype(x.dtype))
 
 
 def _added(x: jax.Array, part: jax.Array, number: jax.Array) -> jax.Array:

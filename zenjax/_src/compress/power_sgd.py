@@ -1,6 +1,6 @@
 """`PowerSGD`: matrices of low rank."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import itertools
 import math
@@ -59,39 +59,50 @@ class PowerSGD(Compressor):
         f"`rank` must be a positive integer, got {self.rank!r}. Give 4."
       )
 
-  def init(self, shape: tuple[int, ...], number: int) -> Any:
-    """Returns the first `Q: [b, rank]`, or nothing for small leaves."""
-    if not self._pays(shape):
-      return ()
-    key = jax.random.fold_in(jax.random.key(self.seed), number)
-    return jax.random.normal(key, (shape[-1], self.rank), jnp.float32)
+  def init(
+    self, shapes: Mapping[str, tuple[int, ...]], context: Context
+  ) -> Any:
+    """Returns the first `Q: [b, rank]` of each leaf that is not small."""
+    del context
+    of_leaf = lambda number, shape: jax.random.normal(
+      jax.random.fold_in(jax.random.key(self.seed), number),
+      (shape[-1], self.rank),
+      jnp.float32,
+    )
+    return {
+      name: of_leaf(number, shape)
+      for number, (name, shape) in enumerate(shapes.items())
+      if self._pays(shape)
+    }
 
   def reduce(
     self,
-    leaves: Sequence[jax.Array],
-    memory: Sequence[Any],
+    leaves: Mapping[str, jax.Array],
+    memory: Any,
     key: jax.Array,
     context: Context,
   ) -> Reduced:
     del key
-    leaves = [wire.constant(x) for x in leaves]
-    low = [i for i, x in enumerate(leaves) if self._pays(x.shape)]
-    matrices = [leaves[i].reshape(-1, leaves[i].shape[-1]) for i in low]
-    whole = [x for i, x in enumerate(leaves) if i not in low]
-    parts = [_product(m, memory[i]) for i, m in zip(low, matrices)]
-    bases = [_orthonormal(p) for p in _sums(parts, context)]
-    own = [_product(m.T, p) for m, p in zip(matrices, bases)]
-    summed = _sums([*whole, *own], context)
-    sums, summed = summed[: len(whole)], summed[len(whole) :]
-    kept = [jnp.zeros_like(x) for x in leaves]
-    new = list(memory)
-    for i, p, q, mine, m in zip(low, bases, summed, own, matrices):
-      shape = leaves[i].shape
-      sums.insert(i, _product(p, q.T).reshape(shape))
-      kept[i] = left(m, _product(p, mine.T)).reshape(shape)
+    leaves = {name: wire.constant(x) for name, x in leaves.items()}
+    matrices = {
+      name: x.reshape(-1, x.shape[-1])
+      for name, x in leaves.items()
+      if name in memory
+    }
+    whole = {name: x for name, x in leaves.items() if name not in memory}
+    parts = {k: _product(m, memory[k]) for k, m in matrices.items()}
+    bases = {k: _orthonormal(p) for k, p in _sums(parts, context).items()}
+    own = {k: _product(m.T, bases[k]) for k, m in matrices.items()}
+    sums = _sums(whole | own, context)
+    kept = {k: jnp.zeros_like(x) for k, x in leaves.items()}
+    new = {}
+    for k, m in matrices.items():
+      q, shape = sums[k], leaves[k].shape
+      sums[k] = _product(bases[k], q.T).reshape(shape)
+      kept[k] = left(m, _product(bases[k], own[k].T)).reshape(shape)
       # From a column of zeros no step would come back.
       lives = jnp.all(lax.is_finite(q)) & jnp.any(q != 0, axis=0)
-      new[i] = jnp.where(lives[None], _of_size_one(q), memory[i])
+      new[k] = jnp.where(lives[None], _of_size_one(q), memory[k])
     return Reduced(sums, kept, new)
 
   def messages(
@@ -110,15 +121,17 @@ class PowerSGD(Compressor):
     return self.rank * (a + b) < a * b
 
 
-def _sums(parts: Sequence[jax.Array], context: Context) -> list[jax.Array]:
+def _sums(
+  parts: Mapping[str, jax.Array], context: Context
+) -> dict[str, jax.Array]:
   """Adds up all arrays over devices, by one collective."""
   if not parts:
-    return []
-  flat = jnp.concatenate([x.reshape(-1) for x in parts])
+    return {}
+  flat = jnp.concatenate([x.reshape(-1) for x in parts.values()])
   flat = context.scaled(collectives.psum(flat, context.axes))
-  ends = list(itertools.accumulate(x.size for x in parts))
-  pieces = jnp.split(flat, ends[:-1])
-  return [x.reshape(like.shape) for x, like in zip(pieces, parts)]
+  ends = list(itertools.accumulate(x.size for x in parts.values()))
+  pieces = zip(parts.items(), jnp.split(flat, ends[:-1]))
+  return {name: x.reshape(like.shape) for (name, like), x in pieces}
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

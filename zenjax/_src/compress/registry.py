@@ -4,15 +4,32 @@ import ast
 
 from zenjax._src.compress.cast import Cast
 from zenjax._src.compress.compressor import Compressor
+from zenjax._src.compress.exdyna import ExDyna
+from zenjax._src.compress.exdyna import MiCRO
 from zenjax._src.compress.low_bit import LowBit
 from zenjax._src.compress.power_sgd import PowerSGD
 from zenjax._src.compress.sign import OneBit
 from zenjax._src.compress.sign import Sign
 from zenjax._src.compress.sign import SignVote
+from zenjax._src.compress.top_k import RandomK
+from zenjax._src.compress.top_k import Threshold
+from zenjax._src.compress.top_k import TopK
 
 KINDS: dict[str, type[Compressor]] = {
   kind.__name__: kind
-  for kind in (Cast, LowBit, OneBit, PowerSGD, Sign, SignVote)
+  for kind in (
+    Cast,
+    ExDyna,
+    LowBit,
+    MiCRO,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    Sign,
+    SignVote,
+    Threshold,
+    TopK,
+  )
 }
 
 

@@ -23,8 +23,7 @@ def folded(x: Any, devices: int, *, averages: bool) -> Any:
   if (np.isfinite(wide) & ~np.isfinite(out)).any():
     raise ValueError(
       f"`state` keeps {x.dtype} gradients of {len(x)} devices, and their sums"
-      f" for {devices} devices overflow. Keep them in float32: residuals with"
-      " `residual_dtype=jnp.float32`."
+      f" for {devices} devices overflow. Keep them in float32."
     )
   return out
 

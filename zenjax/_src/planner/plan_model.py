@@ -1,6 +1,7 @@
 """Chooses how every gradient of a model is synchronized."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
 import dataclasses
 import math
 import os
@@ -416,7 +417,9 @@ def predictions(question: Question) -> list[dict[Way, Prediction]]:
         for compressor in question.compressors:
           way = PMEAN._replace(compressor=str(compressor))
           shape = gradient.shape
-          ways[way] = compressed(question.model, compressor, [shape])
+          # Leaves that are too small for its blocks or density are refused.
+          with contextlib.suppress(ValueError):
+            ways[way] = compressed(question.model, compressor, [shape])
     elif question.topology.devices > 1:
       narrower = [
         name

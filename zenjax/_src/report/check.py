@@ -20,9 +20,6 @@ from zenjax._src.core.arguments import mesh_axes
 from zenjax._src.core.collectives import Axes
 from zenjax._src.core.text import columns
 from zenjax._src.rows import leaf_util
-from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
-from zenjax._src.sparsify.sparsifier_state import SparsifierState
-from zenjax._src.sparsify.top_k import SelectionState
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.device_state import PerDeviceState
 from zenjax._src.tables import reorder
@@ -130,9 +127,9 @@ def check_step(
 
   Rounding is measured: the steps on one device run a second time with the
   examples in reverse order. A program whose result depends on that order, such
-  as one with dropout, cannot be compared. With sparsifiers, compressors,
-  `local_steps`, `delayed` and `per_device`, only copies on different devices
-  are compared, because many devices don't train what one does.
+  as one with dropout, cannot be compared. With compressors, `local_steps`,
+  `delayed` and `per_device`, only copies on different devices are compared,
+  because many devices don't train what one does.
 
   Args:
     build: `build(mesh) -> (step, params, opt_state)`. It makes the program for
@@ -232,7 +229,7 @@ class _Run(NamedTuple):
   last: dict[str, np.ndarray]
   losses: dict[str, np.ndarray]  # of the first step
   unequal: list[str]  # leaves whose copies differ between devices
-  selects: bool  # whether a sparsifier or compressor is part of the program
+  selects: bool  # whether a compressor is part of the program
 
 
 def _compared(
@@ -278,13 +275,7 @@ def _trained(
   # A step may donate what it is given.
   copy = lambda x: x.copy() if isinstance(x, jax.Array) else x
   params, opt_state = jax.tree.map(copy, (params, opt_state))
-  lossy: Any = (
-    SparsifierState
-    | ErrorFeedbackState
-    | SelectionState
-    | CompressState
-    | PerDeviceState
-  )
+  lossy: Any = CompressState | PerDeviceState
   selects = bool(sync_state.nodes(opt_state, lossy))
   initial = _values(params)
   first, losses = initial, {}

@@ -12,8 +12,6 @@ from zenjax._src.core import text
 from zenjax._src.core.text import columns
 from zenjax._src.report import stats
 from zenjax._src.report import tune
-from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
-from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import sharded_optimizer
 from zenjax._src.sync import sync_state
 
@@ -26,9 +24,8 @@ def report(state: Any) -> str:
   program.
 
   Args:
-    state: An optimizer state with a `ZenSyncState`, `ShardedOptimizerState`,
-      `SparsifierState`, `ErrorFeedbackState` or `CompressState` anywhere
-      inside.
+    state: An optimizer state with a `ZenSyncState`, `ShardedOptimizerState` or
+      `CompressState` anywhere inside.
 
   Returns:
     Tables of text, each with a legend:
@@ -42,14 +39,8 @@ def report(state: Any) -> str:
     - Tables of `zenjax.tables.shard`: the rows that a device looked up, the
       union that owners updated, the buffer size, exchanges of ids and rows,
       exchanges of gradients, and the same bytes.
-    - `exdyna` and `micro`: the density wanted and reached, the threshold,
-      build-up, imbalance, norm of the residuals, rounds, megabytes, and a value
-      for `capacity=` (pin).
-    - Parameters of `error_feedback`: the density wanted and reached, the
-      threshold, build-up, imbalance and norm of the residuals. If devices
-      belong to several processes, a line says how to get these numbers.
     - `compress.all_reduce`: a line with the bytes received per device, compared
-      with a dense all-reduce.
+      with a dense all-reduce, and what a sparsifier counts.
 
     If all devices hold the same rows, a line asks whether the gradients were
     averaged before: sparse synchronization then saves little.
@@ -67,7 +58,7 @@ def report(state: Any) -> str:
     zen_sync: no parameter is sent sparsely; all take a dense all-reduce.
   """
   sync_state.require_numbers(state, "report")
-  lines = [*_sparsifiers(state), *_error_feedback(state), *_compressed(state)]
+  lines = _compressed(state)
   syncs = sync_state.find(state)
   if not lines or any(sync.leaves for sync in syncs):
     lines = [*_synced_leaves(state, sync_state.require(state)), *lines]
@@ -236,83 +227,13 @@ def _same_rows(s: Mapping[str, float]) -> bool:
   return abs(s["union_density"] / s["density"] - 1) < 1e-6
 
 
-# --- sparsifiers --------------------------------------------------------------
-
-
-def _selection(density: str, legend: str) -> tuple[_Column, ...]:
-  """Returns the columns of a selection; `density` names its density."""
-  union = "build-up: the union of all selections over the number wanted"
-  uneven = "imbalance: the largest selection over the mean"
-  norm = "residual: norm of the elements not yet sent, all devices"
-  return (
-    _Column("wanted", "density_wanted", ".3%"),
-    _Column("density", density, ".3%", f"density: {legend}"),
-    _Column("threshold", "threshold", ".3g", "threshold: mean over devices"),
-    _Column("build-up", "build_up", ".2f", union),
-    _Column("imbalance", "imbalance", ".2f", uneven),
-    _Column("residual", "residual_norm", ".3g", norm),
-  )
-
-
-_SPARSIFIER = (
-  *_selection(
-    "density", "part of the model's elements that all devices selected"
-  ),
-  _ROUNDS,
-  *_RECEIVED,
-  _Column(
-    "pin",
-    "capacity",
-    ".0f",
-    "pin: `capacity=` that held the largest selection of 90 % of the last 64"
-    " steps",
-  ),
-)
-_FEEDBACK = _selection(
-  "selected", "part of a parameter's elements that a device selected, mean"
-)
-
-
-def _sparsifiers(state: Any) -> list[str]:
-  if not sync_state.nodes(state, SparsifierState):
-    return []
-  known = stats.sparsifiers(state)
-  if not known:
-    return ["sparsifier: no step was taken yet."]
-  first = next(iter(known.values()))
-  title = _title("sparsifier", first["steps"], first["devices"])
-  return _table(title, known, _SPARSIFIER)
-
-
-def _error_feedback(state: Any) -> list[str]:
-  """Returns lines on `error_feedback`.
-
-  `report` may be called by one process alone, which cannot read the devices of
-  other processes. A line then says to call `stats` in all processes.
-  """
-  nodes = sync_state.nodes(state, ErrorFeedbackState)
-  if not nodes:
-    return []
-  steps = _steps(nodes)
-  if not steps:
-    return ["error_feedback: no step was taken yet."]
-  leaves = [leaf for node in nodes for leaf in node.leaves.values()]
-  counts = [leaf.selected for leaf in leaves if leaf.residual is not None]
-  if not counts:
-    return ["error_feedback: it selects from no parameter."]
-  title = _title("error_feedback", steps, len(counts[0]))
-  if not all(getattr(x, "is_fully_addressable", True) for x in counts):
-    return [
-      f"{title} of several processes. Call zenjax.stats in all of them to get"
-      " its numbers."
-    ]
-  return _table(title, stats.selected_leaves(state), _FEEDBACK)
+# --- compressors --------------------------------------------------------------
 
 
 def _compressed(state: Any) -> list[str]:
   lines = []
   for node in compress_state.nodes(state):
-    steps, leaves = int(stats.array(node.step)), len(node.memory)
+    steps, leaves = int(stats.array(node.step)), len(node.leaves)
     wire, dense = (
       float(stats.array(x)) for x in (node.wire_bytes, node.dense_bytes)
     )
@@ -324,11 +245,19 @@ def _compressed(state: Any) -> list[str]:
       what = f"{leaves} parameters" if leaves > 1 else "1 parameter"
       received = "nothing received, because there is one device"
       if wire:
+        less, ratio = "less", dense / wire
+        if ratio < 1:
+          less, ratio = "more", 1 / ratio
         received = (
-          f"{text.size(wire)} received per device, {dense / wire:.1f}x less"
-          " than by a dense all-reduce"
+          f"{text.size(wire)} received per device, {ratio:.1f}x {less} than by"
+          " a dense all-reduce"
         )
+      counts = [
+        f"; {name.replace('_', '-')} {float(stats.array(x)):.3g}"
+        for name, x in node.stats.items()
+      ]
       lines.append(
         f"compress.all_reduce after {steps} steps: {what}, {received}"
+        + "".join(counts)
       )
   return lines

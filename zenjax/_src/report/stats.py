@@ -11,27 +11,15 @@ from zenjax._src.compress import compress_state
 from zenjax._src.compress.compress_state import CompressState
 from zenjax._src.machine.cost import Profile
 from zenjax._src.schemes import buffer_sizes
-from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
-from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
-from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.sync_state import Last
 from zenjax._src.sync.sync_state import LeafState
 from zenjax._src.sync.sync_state import Sizes
 
-# Numbers by leaf or sparsifier, and by the name of the statistic.
+# Numbers by leaf or compressor, and by the name of the statistic.
 Stats = dict[str, dict[str, float]]
 
-# `capacity=` should hold this percentile of a sparsifier's recent selections. A
-# larger selection costs one more round.
-_SELECTION_PERCENTILE = 90
-
-_COUNTED = (
-  sync_state.ZenSyncState,
-  ErrorFeedbackState,
-  SparsifierState,
-  CompressState,
-)
+_COUNTED = sync_state.ZenSyncState, CompressState
 
 
 @overload
@@ -43,7 +31,7 @@ def stats(state: Any, *, flat: Literal[True]) -> dict[str, float]: ...
 
 
 def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
-  """Returns statistics of the last step, by parameter and by sparsifier.
+  """Returns statistics of the last step, by parameter and by compressor.
 
   Use it to log what each step sends. `zenjax.report` prints the same numbers.
   If the state holds residuals and its devices belong to several processes, call
@@ -51,9 +39,8 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
   defines every name.
 
   Args:
-    state: An optimizer state with a `ZenSyncState`, `ShardedOptimizerState`,
-      `SparsifierState`, `ErrorFeedbackState` or `CompressState` anywhere
-      inside.
+    state: An optimizer state with a `ZenSyncState`, `ShardedOptimizerState` or
+      `CompressState` anywhere inside.
     flat: Whether to return one dictionary with keys such as
       "parameter/density", for metric writers, instead of one for each
       parameter.
@@ -69,13 +56,10 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
       take), `went_dense`, `scheme` (a number), and `column_groups`.
     - Tables of `zenjax.tables.shard`: the same, and `owners`, `room` (buffer
       size for gradients) and `fetch_rounds`.
-    - Parameters of `error_feedback`: `density_wanted`, `selected`, `threshold`,
-      `build_up`, `imbalance` and `residual_norm`. NaN if not known.
-    - "sparsifier", for `exdyna` and `micro` ("sparsifier 2" for a second one):
-      the fields of `SparsifierStats`, `devices`, `steps`, and a `capacity` that
-      holds 90 % of recent selections.
-    - "compressed", for `zenjax.compress.all_reduce`: `leaves`, `steps`,
-      `wire_bytes`, `dense_bytes` and `residual_norm`.
+    - "compressed", for `zenjax.compress.all_reduce` ("compressed 2" for a
+      second one): `leaves`, `steps`, `wire_bytes`, `dense_bytes`,
+      `residual_norm`, and what the compressor counts, such as the `density` of
+      a sparsifier.
 
   Raises:
     ValueError: `state` holds none of these states.
@@ -85,47 +69,32 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
   Example:
     >>> import jax
     >>> import jax.numpy as jnp
-    >>> import optax
     >>> import zenjax
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
-    >>> top = zenjax.sparsify.top_k(0.25, sparse=True)
-    >>> tx = optax.chain(
-    ...   zenjax.sparsify.error_feedback(top, "data"),
-    ...   zenjax.zen_sync("data", sparse=True, unit="element"),
-    ... )
+    >>> tx = zenjax.zen_sync("data", sparse=True, unit="element")
     >>> def step(state, grads):
     ...   _, state = tx.update(grads[0], state)
     ...   return state, ()
     >>> step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-    >>> grads = jnp.array([[7.0, 2.0, 0.0, 3.0], [1.0, 1.0, 1.0, -7.0]])
+    >>> grads = jnp.array([[7.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, -7.0]])
     >>> state = zenjax.init_state(tx, grads[0], mesh, "data")
     >>> state, _ = step(state, grads)
     >>> found = zenjax.stats(state)["leaf"]
     >>> found["density"], found["growth"], found["rounds"]
     (0.25, 2.0, 1.0)
-    >>> found["selected"], found["build_up"], found["residual_norm"]
-    (0.25, 2.0, 4.0)
     >>> zenjax.stats(state, flat=True)["leaf/density"]
     0.25
   """
   sync_state.require_numbers(state, "stats")
   if not any(sync_state.nodes(state, kind) for kind in _COUNTED):
     raise ValueError(
-      "`state` must hold a state of `zen_sync`, `error_feedback`, `exdyna` or"
-      f" `micro`, got {type(state).__name__}. With nnx, pass the optimizer"
-      " itself, because `nnx.state` forgets types."
+      "`state` must hold a state of `zen_sync` or `compress.all_reduce`, got"
+      f" {type(state).__name__}. With nnx, pass the optimizer itself, because"
+      " `nnx.state` forgets types."
     )
   by_name: Stats = {}
-  parts = (
-    synced_leaves,
-    sharded_tables,
-    selected_leaves,
-    sparsifiers,
-    compressed,
-  )
-  for part in parts:
-    for name, numbers in part(state).items():
-      by_name[name] = by_name.get(name, {}) | numbers
+  for part in synced_leaves, sharded_tables, compressed:
+    by_name |= part(state)
   if not flat:
     return by_name
   return {
@@ -204,86 +173,6 @@ def ratio(a: float, b: float) -> float:
   return a / b if b else 1.0
 
 
-def selected_leaves(state: Any) -> Stats:
-  """Returns `stats` of leaves from which `error_feedback` has selected."""
-  unions = {
-    name: (sizes.num_rows, last.union_rows)
-    for name, sizes, last in _counted(state, sync_state.whole_leaves)
-  }
-  return {
-    name: _selected(leaf, leaf.residual, unions.get(name))
-    for node in sync_state.nodes(state, ErrorFeedbackState)
-    if int(np.asarray(node.step))
-    for name, leaf in node.leaves.items()
-    if leaf.residual is not None
-  }
-
-
-def _selected(
-  leaf: FeedbackLeaf, residual: jax.Array, union: tuple[int, float] | None
-) -> dict[str, float]:
-  """Returns the statistics of a leaf.
-
-  Args:
-    leaf: The counts of `error_feedback`.
-    residual: The residual on all devices.
-    union: Elements of the leaf, and of the union of all selections, if
-      `zen_sync` counted them.
-  """
-  size = int(np.prod(residual.shape[1:]))
-  reduced = _over_devices(leaf.selected, leaf.threshold, residual)
-  numbers = {name: float(x) for name, x in reduced.items()}
-  known = lambda x: float("nan") if x < 0 else x
-  numbers["threshold"] = known(numbers["threshold"])
-  devices, wanted = leaf.selected.shape[0], known(float(leaf.wanted))
-  selected = numbers.pop("selected") / (devices * size)
-  elements = float("nan")
-  if devices == 1:
-    elements = selected * size
-  elif union is not None and union[0] == size:
-    elements = union[1]
-  return {
-    "density_wanted": wanted,
-    "selected": selected,
-    "build_up": elements / (wanted * size),
-  } | numbers
-
-
-@jax.jit
-def _over_devices(
-  selected: jax.Array, threshold: jax.Array, residual: jax.Array
-) -> dict[str, jax.Array]:
-  """Reduces over devices, in `jit` because no device has all values."""
-  count = selected.astype(jnp.float32)
-  total = jnp.sum(count)
-  uneven = jnp.max(count) * count.shape[0] / jnp.maximum(total, 1.0)
-  return {
-    "selected": total,
-    "threshold": jnp.mean(threshold),
-    "imbalance": jnp.where(total > 0, uneven, 1.0),
-    "residual_norm": jnp.sqrt(
-      jnp.sum(jnp.square(residual.astype(jnp.float32)))
-    ),
-  }
-
-
-def sparsifiers(state: Any) -> Stats:
-  """Returns `stats` of `exdyna` and `micro`, if they have taken a step."""
-  by_name: Stats = {}
-  for i, node in enumerate(sync_state.nodes(state, SparsifierState)):
-    steps = int(np.asarray(node.step))
-    if steps:
-      recent = np.asarray(node.fullest)[:steps]
-      needed = np.percentile(recent, _SELECTION_PERCENTILE, method="higher")
-      by_name[f"sparsifier {i + 1}" if i else "sparsifier"] = {
-        "devices": float(np.shape(node.parts)[-1]),
-        "steps": float(steps),
-        "capacity": float(max(1, needed)),
-        **{k: float(np.asarray(x)) for k, x in node.stats._asdict().items()},
-      }
-  return by_name
-
-
 def compressed(state: Any) -> Stats:
   """Returns `stats` of `compress.all_reduce`, if it has taken a step."""
   by_name: Stats = {}
@@ -291,11 +180,12 @@ def compressed(state: Any) -> Stats:
     if steps := int(array(node.step)):
       norm = _norm(jax.tree.leaves(node.residuals))
       by_name[f"compressed {i + 1}" if i else "compressed"] = {
-        "leaves": float(len(node.memory)),
+        "leaves": float(len(node.leaves)),
         "steps": float(steps),
         "wire_bytes": float(array(node.wire_bytes)),
         "dense_bytes": float(array(node.dense_bytes)),
         "residual_norm": float(norm),
+        **{name: float(array(x)) for name, x in node.stats.items()},
       }
   return by_name
 

@@ -171,9 +171,5 @@ def _wire_dtype(
   if isinstance(wire, dict):
     wire = wire.get(name)
   wire = wire or dtype
-  # `error_feedback` has rounded the elements that it selected.
-  is_cast = jnp.issubdtype(wire, jnp.floating) and 2 <= wire.itemsize
-  rounded_before = options.mean and options.unit == "element" and is_cast
-  if not rounded_before or wire.itemsize > dtype.itemsize:
-    row_wire.require(name, dtype, wire, width)
+  row_wire.require(name, dtype, wire, width)
   return wire

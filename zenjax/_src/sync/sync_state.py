@@ -77,9 +77,8 @@ class LeafState:
   history: jax.Array  # [HISTORY, 2] int32, push and pull needed or DENSE_STEP
   sharded: bool = dataclasses.field(default=False, metadata={"static": True})
 
-  def on_devices(self, devices: int, averages: Any) -> "LeafState":
+  def on_devices(self, devices: int) -> "LeafState":
     """Returns the state, which has host arrays, for this many devices."""
-    del averages  # Only states with a residual need it.
 
     def moved(sizes: Any) -> np.ndarray:
       known = Sizes(*map(int, sizes))

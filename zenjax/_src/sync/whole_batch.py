@@ -7,7 +7,7 @@ type says that they are unreduced. Each device's part of them is exchanged
 inside a `shard_map`.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 import dataclasses
 import math
 from typing import Any, NamedTuple
@@ -227,48 +227,35 @@ def select(
   *,
   by: str,
   sums: bool,
-  needed: Collection[str] | None = None,
 ) -> tuple[Any, Any]:
-  """Runs a sparsifier on each device's part of unreduced arrays.
+  """Runs a transformation on each device's part of unreduced arrays.
 
   Args:
-    update: The sparsifier's update, `(arrays, state)` of one device.
-    updates: Gradients of the whole batch; SparseRows stay unchanged.
-    state: The state of the sparsifier.
+    update: Its update, `(arrays, state)` of one device.
+    updates: Gradients of the whole batch, arrays.
+    state: Its state.
     mesh: A mesh that has the axes.
     axes: The axes over which gradients are not summed.
-    by: Name of the sparsifier.
+    by: Its name.
     sums: Whether `update` returns sums. Otherwise its arrays are unreduced.
-    needed: Names of the arrays that the sparsifier changes, by default all.
 
   Raises:
     ValueError: XLA has summed an array, or it is sharded over other axes.
   """
-  leaves, structure = jax.tree.flatten(updates, is_leaf=is_rows)
-  arrays = []
-  for name, x in leaf_util.named_leaves(updates, is_rows):
-    unused = needed is not None and name not in needed
-    passes = is_rows(x) or (unused and not _unreduced_axes(x))
-    if not passes:
-      _require_unreduced(by, name, x, axes)
-    arrays.append(None if passes else x)
-  tree = structure.unflatten(arrays)
+  for name, x in leaf_util.named_leaves(updates):
+    _require_unreduced(by, name, x, axes)
   unreduced = jax.tree.map(
-    lambda _: PartitionSpec(unreduced=frozenset(axes)), tree
+    lambda _: PartitionSpec(unreduced=frozenset(axes)), updates
   )
-  summed = jax.tree.map(lambda _: PartitionSpec(), tree)
+  summed = jax.tree.map(lambda _: PartitionSpec(), updates)
   specs = state.specs(PartitionSpec(axes))
-  out, state = mapped(
+  return mapped(
     update,
     mesh,
     axes,
     in_specs=(unreduced, specs),
     out_specs=(summed if sums else unreduced, specs),
-  )(tree, _placed(state, specs, by, mesh, axes))
-  selected = iter(jax.tree.leaves(out))
-  return structure.unflatten(
-    [x if array is None else next(selected) for x, array in zip(leaves, arrays)]
-  ), state
+  )(updates, _placed(state, specs, by, mesh, axes))
 
 
 def _placed(state: Any, specs: Any, by: str, mesh: Any, axes: Axes) -> Any:

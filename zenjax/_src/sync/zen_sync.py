@@ -55,10 +55,9 @@ def zen_sync(
   explicit axes, arrays whose gradients were taken with `zenjax.unreduced`. XLA
   has summed all other gradients already, and they pass unchanged.
 
-  Only a sparsifier or what is linear in the gradient may come before it.
-  Everything else goes after it: clipping, Adam, `apply_if_finite`, and
-  `zenjax.lazy_rows(..)` around optimizers of row gradients. `zenjax.check_step`
-  finds mistakes.
+  Only what is linear in the gradient may come before it. Everything else goes
+  after it: clipping, Adam, `apply_if_finite`, and `zenjax.lazy_rows(..)` around
+  optimizers of row gradients. `zenjax.check_step` finds mistakes.
 
   After some 20 steps call `zenjax.tune(opt_state)` once: buffers then have the
   sizes that your batches need.
@@ -99,9 +98,8 @@ def zen_sync(
       the table.
     unit: The part of a leaf that is sent if any of it is nonzero: `"row"` (the
       last dimension), `"element"`, or a number of consecutive elements.
-      `"auto"` means rows. Give `"element"` behind a sparsifier (`top_k`,
-      `threshold`, `random_k`, also within `error_feedback`), or all of such a
-      leaf is sent.
+      `"auto"` means rows. Give `"element"` for gradients of which only a few
+      elements are not zero, anywhere in the leaf. Otherwise most rows are sent.
     partition: Who sums a row: `"hash"` distributes rows over devices,
       `"columns"` splits every row, and a number `g` that divides the devices
       makes `g` column groups of hashed rows.

@@ -217,8 +217,7 @@ def _require_synchronized(
     "`step` changes its state by each device's own part of the batch, or by a"
     " state that differs between devices, and synchronizes nothing, so devices"
     f" would drift apart. Put `zenjax.zen_sync({axis_name!r})` first in the"
-    " optimizer's chain (right behind a sparsifier), or average with"
-    f" `jax.lax.pmean(x, {axis_name!r})`."
+    f" optimizer's chain, or average with `jax.lax.pmean(x, {axis_name!r})`."
   )
 
 

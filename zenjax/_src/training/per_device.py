@@ -16,8 +16,7 @@ def per_device(
   """Runs a transformation on each device's own gradients.
 
   Use it for what comes *before* gradients are averaged, and has a state. For
-  example, momentum that is compressed, as in 1-bit Adam and in Deep Gradient
-  Compression::
+  example, momentum that is compressed, as in 1-bit Adam::
 
     optax.chain(
       zenjax.per_device(optax.trace(0.9), "data"),
@@ -81,8 +80,8 @@ def checked(by: str, tx: Any) -> optax.GradientTransformationExtraArgs:
     if synced or placement.own_nodes(state):
       raise ValueError(
         f"The transformation inside `{by}` synchronizes gradients, but it must"
-        " run on each device alone. Put zen_sync, compressors and sparsifiers"
-        f" behind `{by}`, not inside."
+        " run on each device alone. Put zen_sync and compressors behind"
+        f" `{by}`, not inside."
       )
     return state
 

@@ -22,9 +22,6 @@ from zenjax._src.core import compat
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
-from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
-from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
-from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.device_state import PerDeviceState
@@ -34,7 +31,7 @@ from zenjax._src.tables import sharded_table
 from zenjax._src.tables.sharded_table import ShardedTable
 
 # Nodes that differ between devices and know for how many they were made.
-_OWN = FeedbackLeaf | PerDeviceState | SparsifierState | Residual | ShardedTable
+_OWN = PerDeviceState | Residual | ShardedTable
 
 
 def unreduced(params: Any, axis_name: AxisName) -> Any:
@@ -110,7 +107,7 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   replicated. These parts differ between devices and are sharded over
   `axis_name` along their first dimension:
 
-  - residuals of `exdyna`, `micro` and `error_feedback`;
+  - residuals and momenta of `compress.all_reduce`;
   - states of `per_device` and `local_steps`;
   - gradients that `delayed` saves;
   - gradients that `optax.MultiSteps` accumulates before they are synchronized;
@@ -175,13 +172,7 @@ class _AnyPlan(tuple):
 
 def accumulates_local(node: optax.MultiStepsState) -> bool:
   """Returns True if `MultiSteps` is around `zen_sync`, not behind it."""
-  kinds: Any = (
-    sync_state.ZenSyncState
-    | PerDeviceState
-    | SparsifierState
-    | ErrorFeedbackState
-    | CompressState
-  )
+  kinds: Any = sync_state.ZenSyncState | PerDeviceState | CompressState
   return bool(sync_state.nodes(node.inner_opt_state, kinds))
 
 
@@ -220,14 +211,14 @@ def init_state(
   """Makes an optimizer state and places it on a mesh.
 
   Use it in place of `tx.init` if parts of the state differ between devices:
-  residuals of `exdyna`, `micro` and `error_feedback`, gradients that
+  what `compress.all_reduce` keeps for later, gradients that
   `optax.MultiSteps` accumulates in a per-device step, what `per_device`,
   `delayed` and `local_steps` keep, and the state that `sharded_optimizer` keeps
   for the rows of each device. Other states are
   `tx.init(params)` on all devices, so the first step compiles only once.
 
   Args:
-    tx: Any chain with `zen_sync` or a sparsifier in it, or what
+    tx: Any chain with `zen_sync` or `compress.all_reduce` in it, or what
       `zenjax.local_steps` returns.
     params: Replicated parameters, or tables from `zenjax.tables.shard`.
     mesh: The mesh that your steps run on.
@@ -245,10 +236,10 @@ def init_state(
     >>> import jax.numpy as jnp
     >>> import zenjax
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
-    >>> tx = zenjax.sparsify.micro("data", 0.1)
-    >>> state = zenjax.init_state(tx, jnp.zeros((6, 2)), mesh, "data")
-    >>> state.residual.shape
-    (2, 12)
+    >>> tx = zenjax.compress.all_reduce(zenjax.compress.TopK(0.01), "data")
+    >>> state = zenjax.init_state(tx, jnp.zeros((400, 80)), mesh, "data")
+    >>> state.residuals["leaf"].value.shape
+    (2, 400, 80)
   """
   axes = arguments.mesh_axes(axis_name, mesh)
   specs = sharded_table.specs(params, PartitionSpec(axes[-1:]))

@@ -13,8 +13,6 @@ from zenjax._src.compress.compress_state import CompressState
 from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.folding import folded
-from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
-from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.delayed import DelayedState
 from zenjax._src.sync.device_state import PerDeviceState
@@ -34,7 +32,7 @@ def to_checkpoint(state: Any, *, donate: bool = False) -> Any:
   in the table's order, so that no device holds all of them and orbax writes
   them by shards. These ranges are equal, with zeros at the end: if the old or
   the new number of devices does not divide the rows, restore with
-  `strict=False`. Residuals of `error_feedback`, `exdyna` and `micro` are saved
+  `strict=False`. What `compress.all_reduce` keeps for later is saved
   for each device, `[devices, ..]`.
 
   Args:
@@ -99,16 +97,12 @@ def from_checkpoint(
     tables, move to the new owners without any change.
   - Gradients that wait on each device are added up or joined by zeros, and with
     `op="mean"` scaled by new over old number of devices, so that what they will
-    add to the parameters stays the same. This concerns residuals of `exdyna`,
-    `micro` and `error_feedback`, its momenta, gradients that `delayed` keeps,
-    and gradients that `optax.MultiSteps` accumulates before any of them or a
+    add to the parameters stays the same. This concerns residuals and
+    momenta of `compress.all_reduce`, gradients that `delayed` keeps, and
+    gradients that `optax.MultiSteps` accumulates before any of them or a
     `sharded_optimizer`.
   - States of `per_device` and `local_steps` keep their mean over devices.
   - Everything else is equal on all devices, and is only placed.
-
-  Give the state of `error_feedback` together with the state of the `zen_sync`
-  behind it, which tells whether gradients are averaged or summed. Without one,
-  as before your own `lax.pmean`, a mean is assumed.
 
   Args:
     saved: The state, complete.
@@ -128,10 +122,8 @@ def from_checkpoint(
 
   Raises:
     ValueError: An axis is not one of the mesh; the state is not complete;
-      column groups do not divide the devices; `MultiSteps` accumulates, and
-      nothing tells for how many devices, or whether means or sums; two
-      zen_syncs of the state claim the same residual; or a 16-bit residual
-      cannot hold a sum.
+      column groups do not divide the devices; or `MultiSteps` accumulates, and
+      nothing tells for how many devices, or whether means or sums.
 
   Example:
     >>> import jax
@@ -162,8 +154,7 @@ def from_checkpoint(
 
   with jax.transfer_guard("allow"):
     # Tables move last: they tell for how many devices gradients wait.
-    syncs = sync_state.find(saved)
-    state = _moved_to(saved, devices, like, syncs)
+    state = _moved_to(saved, devices, like)
     state = jax.tree.map(on_owners, state, is_leaf=is_sharded)
     specs = placement.state_specs(state, axis_name)
     return jax.tree.map(
@@ -179,22 +170,16 @@ def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
   return jax.device_put(x, sharding)
 
 
-_STATES: Any = sync_state.LeafState | ErrorFeedbackState | SparsifierState
-
-
-def _moved_to(
-  state: Any, devices: int, like: Any, syncs: list[sync_state.ZenSyncState]
-) -> Any:
+def _moved_to(state: Any, devices: int, like: Any) -> Any:
   """Returns `state` for so many devices, except for sharded tables.
 
   Args:
     state: A state, or a part of one.
     devices: How many.
     like: As for `from_checkpoint`, the same part of it.
-    syncs: The states of zen_sync in all of the state.
   """
   kinds: Any = (
-    _STATES
+    sync_state.LeafState
     | CompressState
     | DelayedState
     | PerDeviceState
@@ -212,43 +197,24 @@ def _moved_to(
     if not isinstance(node, kinds):
       return node
     other = next(others, None)
-    if isinstance(node, _STATES):
-      averages = lambda name: _averages(name, syncs)
-      return jax.tree.map(on_host, node).on_devices(devices, averages)
-    if isinstance(node, PerDeviceState):
+    if isinstance(node, sync_state.LeafState | PerDeviceState):
       return jax.tree.map(on_host, node).on_devices(devices)
     if isinstance(node, DelayedState):
       averages = _averages_all(node.inner, "delayed")
       fold = lambda x: folded(on_host(x), devices, averages=averages)
-      inner = _moved_to(node.inner, devices, other and other.inner, syncs)
+      inner = _moved_to(node.inner, devices, other and other.inner)
       return DelayedState(jax.tree.map(fold, node.saved), inner)
     if isinstance(node, CompressState):
       own = jax.tree.map(on_host, node._replace(others=()))
-      inner = _moved_to(node.others, devices, None, syncs)
+      inner = _moved_to(node.others, devices, None)
       return own.on_devices(devices)._replace(others=inner)
     if placement.accumulates_local(node):
       node = node._replace(acc_grads=_accumulated(node, devices, other))
     inner = other and other.inner_opt_state
-    inner = _moved_to(node.inner_opt_state, devices, inner, syncs)
+    inner = _moved_to(node.inner_opt_state, devices, inner)
     return node._replace(inner_opt_state=inner)
 
   return jax.tree.map(moved, state, is_leaf=lambda x: isinstance(x, kinds))
-
-
-def _averages(name: str, syncs: list[sync_state.ZenSyncState]) -> bool:
-  """Returns True if zen_sync averages a leaf.
-
-  The zen_sync that has counts of the leaf decides, otherwise all of them.
-  """
-  having = [sync for sync in syncs if name in sync.leaves] or syncs
-  means = {bool(on_host(sync.mean)) for sync in having} or {True}
-  if len(means) > 1:
-    raise ValueError(
-      f"`state` has zen_syncs with op='mean' and op='sum' for leaf {name!r} of"
-      " error_feedback. Move each pair alone: `zenjax.from_checkpoint("
-      "(feedback_state, sync_state), mesh, axis_name)`."
-    )
-  return means.pop()
 
 
 def _accumulated(node: optax.MultiStepsState, devices: int, like: Any) -> Any:
@@ -268,10 +234,8 @@ def _accumulated(node: optax.MultiStepsState, devices: int, like: Any) -> Any:
 
 def _averages_all(inner: Any, by: str) -> bool:
   """Returns True unless gradients that `by` keeps will be summed by `inner`."""
-  sparsifiers = sync_state.nodes(inner, SparsifierState)
-  means = {node.averages for node in sparsifiers}
   compressed = sync_state.nodes(inner, CompressState)
-  means |= {bool(on_host(node.mean)) for node in compressed}
+  means = {bool(on_host(node.mean)) for node in compressed}
   means |= {bool(on_host(sync.mean)) for sync in sync_state.find(inner)}
   if len(means) > 1:
     raise ValueError(
@@ -279,7 +243,7 @@ def _averages_all(inner: Any, by: str) -> bool:
       " over devices. Give all of them the same `op`, or, with"
       " `optax.MultiSteps`, take steps until `mini_step` is 0 first."
     )
-  return means != {False}  # `error_feedback` alone does not tell.
+  return means != {False}
 
 
 def _accumulated_on(

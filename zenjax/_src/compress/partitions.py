@@ -33,8 +33,13 @@ class Even:
     if self.size < self.n:
       raise ValueError(
         f"`params` have {self.size} elements for {self.n} devices, and each"
-        " needs one. Use `zenjax.zen_sync` for such a small model."
+        " needs one. Leave so small a model to `zenjax.zen_sync`."
       )
+
+  @property
+  def unit(self) -> str:
+    """What lengths count; another one in each vector."""
+    return f"of {self.size} elements"
 
   @property
   def longest(self) -> int:
@@ -70,20 +75,23 @@ class Blocks:
   def __post_init__(self):
     if self.n > self.blocks:
       raise ValueError(
-        f"`axis_name` names {self.n} devices, and exdyna has {self.blocks}"
-        " blocks for them. Use `zenjax.sparsify.micro`, which has no blocks."
+        f"`axis_name` names {self.n} devices, and ExDyna has {self.blocks}"
+        " blocks for them. Use `zenjax.compress.MiCRO`, which has no blocks."
       )
     if not self.block:
       raise ValueError(
-        f"`params` have {self.size} elements, and exdyna needs"
-        f" {self.blocks * self.align}. Use `zenjax.sparsify.micro`, or"
-        " `zenjax.zen_sync`."
+        f"`params` have {self.size} elements to compress, and ExDyna needs"
+        f" {self.blocks * self.align}. Use `zenjax.compress.MiCRO`."
       )
 
   @property
   def block(self) -> int:
     """Elements of a block."""
     return self.size // self.blocks // self.align * self.align
+
+  @property
+  def unit(self) -> str:
+    return f"of {self.blocks} blocks, {self.size} elements"
 
   @property
   def fewest(self) -> int:

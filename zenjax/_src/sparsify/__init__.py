@@ -1,1 +1,0 @@
-"""Sparsifiers: a small part of a dense gradient now, the rest later."""
