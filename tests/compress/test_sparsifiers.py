@@ -190,7 +190,7 @@ def test_random_numbers_are_equally_likely_and_others_in_each_step_and_leaf():
     ones = {name: jnp.ones(n) for name, n in dict(a=size, b=size, c=13).items()}
 
     def device(_):
-      step = lambda state, _: tx.update(ones, state)[::-1]
+      step: Any = lambda state, _: tx.update(ones, state)[::-1]
       return jax.lax.scan(step, tx.init(ones), length=steps)[1]
 
     found = jax.jit(jax.vmap(device, axis_name="data"))(jnp.zeros(2))
@@ -407,7 +407,7 @@ def test_nan_and_inf_leave_the_momentum(compressor):
 # --- states -------------------------------------------------------------------
 
 
-def stepped(tx, mesh):
+def stepped(tx, mesh) -> Any:
   """`(state, gradients [n, N]) -> (state, update)` on the mesh."""
   step = lambda state, g: tx.update(g[0], state)[::-1]
   mapped = zenjax.data_parallel(step, mesh, "data", aux_specs="same")

@@ -63,7 +63,8 @@ def test_every_mapping_gives_the_same(kind, runner):
 
   def steps(tree, axis):
     tx: Any = compress.all_reduce(compressor, axis, leaves=by_name, **options)
-    first, state = tx.update(tree, tx.init(tree))
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape), tree)
+    first, state = tx.update(tree, tx.init(params))
     return first, tx.update(tree, state)[0]
 
   both = [runners.RUNNERS[x](steps, N)(gradients()) for x in ("vmap", runner)]
@@ -126,7 +127,7 @@ def _any(x) -> Any:
   return x
 
 
-def reduce(compressor=INT4, **options):
+def reduce(compressor: Any = INT4, **options):
   return lambda: compress.all_reduce(compressor, "data", **options)
 
 

@@ -71,7 +71,7 @@ def test_a_run_that_moves_goes_on_as_one_that_never_did():
   tx, runs = everything(), {}
   for n in (3, 4):
 
-    def step(state, gradients):
+    def step(state, gradients) -> Any:
       local = jax.tree.map(lambda g: g.mean(axis=0), gradients)
       return tx.update(local, state, PARAMS)[::-1]
 
