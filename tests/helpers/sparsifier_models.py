@@ -152,8 +152,8 @@ class Partitioned:
      of values stay where they are made, and errors of means with any device,
      here with the first one.
 
-  Without a `threshold`, the program tells its own, and sends the same part of
-  what reaches it on each device, about `k` elements in all.
+  Without a `threshold`, the program tells its own, which few more than `k`
+  elements reach, and sends the same part of them on each device, about `k`.
   """
 
   def __init__(self, n: int, k: int, threshold: Any, division: Any, wire: Any):
@@ -189,6 +189,7 @@ class Partitioned:
     if not self.threshold:
       part = self.counts.sum() / sum(reached)
       assert 0.75 * self.k <= self.counts.sum() <= 1.25 * self.k + self.n
+      assert sum(reached) <= 2 * self.k + self.n
       for found, count in zip(selected, reached):
         assert -self.n < len(found) - part * count < 1 + 1e-6
     sent = np.zeros(acc.shape[1], bool)
