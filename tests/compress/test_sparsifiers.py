@@ -96,7 +96,7 @@ def _density_cases():
   """ExDyna and MiCRO find their thresholds alike."""
   for kind in ("exdyna", "micro", "top_k"):
     for sequence in SEQUENCES:
-      usual = kind != "exdyna" or sequence == "jumps"
+      usual = kind != "exdyna" and sequence not in ("grows", "signs")
       marks = () if usual else pytest.mark.more
       yield pytest.param(kind, sequence, marks=marks)
 

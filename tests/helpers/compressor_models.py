@@ -318,12 +318,6 @@ ROWS = {
     compress.Threshold(3.0, density=1), sparsifiers.threshold(3.0)
   ),
   "random_k": _by_each(compress.RandomK(0.05), sparsifiers.drawn),
-  "exdyna": _partitioned(
-    compress.ExDyna(0.01, capacity=20), sparsifiers.Blocks, LARGE
-  ),
-  "exdyna_paper": _partitioned(
-    compress.ExDyna(0.01, "paper"), sparsifiers.Blocks, LARGE
-  ),
   "micro": _partitioned(compress.MiCRO(0.05), sparsifiers.Even),
   "micro_paper": _partitioned(
     compress.MiCRO(0.05, "paper", capacity=5), sparsifiers.Even
@@ -331,12 +325,13 @@ ROWS = {
   "micro_bfloat16": _partitioned(
     compress.MiCRO(0.05, "paper", wire_dtype=jnp.bfloat16), sparsifiers.Even
   ),
+  "exdyna": _partitioned(
+    compress.ExDyna(0.01, capacity=20), sparsifiers.Blocks, LARGE
+  ),
+  "exdyna_paper": _partitioned(
+    compress.ExDyna(0.01, "paper"), sparsifiers.Blocks, LARGE
+  ),
 }
-# The first row of each class, of which compressors made of blocks are one. The
-# others run what is general on request.
-KINDS = {
-  compress.Codec
-  if isinstance(row.compressor, compress.Codec)
-  else type(row.compressor): name
-  for name, row in reversed(ROWS.items())
-}
+# The first row of each kind, by its base class. The others run what is general
+# on request.
+KINDS = {type(row.compressor).__base__: x for x, row in reversed(ROWS.items())}
