@@ -49,8 +49,8 @@ SHAPES = (
   ("n-1", 3),
   (280, 33),
 )
-# These add sums of some devices to sums of others.
-PAIRWISE = {"recursive_doubling"}
+# XLA chooses the order, or sums of some devices are added to sums of others.
+PAIRWISE = {"recursive_doubling", "dense_inside"}
 # What a device holds: an array, or its nonzero rows alone.
 FORMS = ("array", "rows")
 # The first round: a static guess, one row, a few. More than fits always comes.

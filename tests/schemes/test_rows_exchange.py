@@ -25,8 +25,9 @@ WAYS = {
   **{
     name: dict(scheme=name)
     for name in scheme_names.PEERS
-    # Its ranges have the size of the table, as no other way's arrays.
-    if name in scheme_names.OF_ROWS and name != "split_dense_gather"
+    # Their arrays have the size of the table.
+    if name in scheme_names.OF_ROWS
+    and name not in ("split_dense_gather", "dense_inside")
   },
 }
 

@@ -30,6 +30,12 @@ COMPRESSORS: Mapping[str, compress.Compressor] = {
   "OneBit": compress.OneBit(),
   VOTE: compress.SignVote(),
   "PowerSGD, rank 4": compress.PowerSGD(4),
+  "ExDyna, 1 %": compress.ExDyna(0.01),
+  "ExDyna, 10 %": compress.ExDyna(0.1),
+  "MiCRO, 1 %": compress.MiCRO(0.01),
+  "TopK, 1 %": compress.TopK(0.01),
+  "TopK, 10 %": compress.TopK(0.1),
+  "RandomK, 1 %": compress.RandomK(0.01),
 }
 
 WAYS = (DENSE, REORDERED, CAST, *COMPRESSORS)

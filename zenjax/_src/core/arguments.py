@@ -18,6 +18,8 @@ SchemeName = Literal[
   "all_gather",
   "block_sparse",
   "dense",
+  "dense_inside",
+  "flat",
   "recursive_doubling",
   "split_all_gather",
   "split_dense_gather",

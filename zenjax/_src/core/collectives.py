@@ -79,18 +79,26 @@ def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
   return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
+def reduce_scatter(x: jax.Array, axes: Axes) -> jax.Array:
+  """Sums `x: [n, ...]` over devices; rank `p` gets the sum of all `x[p]`."""
+  return lax.psum_scatter(x, axes, scatter_dimension=0, tiled=False)
+
+
 def all_gather(x: jax.Array, axes: Axes) -> jax.Array:
   """Gathers `[...]` of each device to `[n, ...]`, typed as equal on all.
 
   It gathers along one axis at a time, because tuples of axes fail under nested
-  `vmap`. It never tiles, because XLA:TPU turns tiled gathers of odd lengths
-  into all-reduces.
+  `vmap`, and along the slowest first, because each axis repeats what came along
+  those before it. It never tiles, because XLA:TPU turns tiled gathers of odd
+  lengths into all-reduces.
   """
   shape = x.shape
   if shape[:1] == (1,):  # A leading dimension of 1 is not sent.
     x = x.reshape(shape[1:])
-  for axis in reversed(axes):
+  for axis in axes:
     x = lax.all_gather(x, axis, axis=0, tiled=False)
+  ranks = range(len(axes))
+  x = x.transpose(*reversed(ranks), *range(len(axes), x.ndim))
   return compat.as_invariant(x.reshape(-1, *shape), axes)
 
 

@@ -156,6 +156,8 @@ class CostModel:
     """
     n = self.context.sizes[-1]
     ways = [Way("all_gather"), Way("recursive_doubling")]
+    if len(self.context.axes) > 1:
+      ways += [Way("dense_inside"), Way("flat")]
     for groups in range(1, n + 1):
       if n % groups == 0 and groups <= max(table.width, 1):
         ways.append(Way("zen", groups))
@@ -200,6 +202,9 @@ class CostModel:
     block_bytes = plan.row_wire.nbytes
     for message in messages:
       moved = float(received_bytes([message], self.context))
+      if message.op == "reduce_scatter":  # It adds up without packing rows.
+        local_s += moved * work.mask_byte
+        continue
       # The column blocks of a summed row are joined and written as one row.
       joined = way.column_groups if message.op == "all_gather" else 1
       rows = moved / (block_bytes * joined)
@@ -225,7 +230,18 @@ def _phases(
   for message in messages:
     *fast, slowest = reversed([a for a in message.axes if a in sizes])
     part = message.words * 4.0
-    if not fast or message.op not in ("all_reduce", "all_gather"):
+    if fast and message.op == "all_to_all":
+      inside, n = 1, devices_of(message, context)
+      for axis in fast:
+        yield (
+          axis,
+          message.op,
+          sizes[axis],
+          (sizes[axis] - 1) * inside * part / n,
+        )
+        inside *= sizes[axis]
+      yield slowest, message.op, n - inside + 1, (n - inside) * part / n
+    elif not fast or message.op not in ("all_reduce", "all_gather"):
       received = float(received_bytes([message], context))
       yield message.axes[0], message.op, devices_of(message, context), received
     elif message.op == "all_gather":

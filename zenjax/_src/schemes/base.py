@@ -35,6 +35,14 @@ class Source(Protocol):
     """
     ...
 
+  def whole(self, plan: ExchangePlan) -> tuple[jax.Array, jax.Array]:
+    """Returns the table `[R, D]`, and which of its rows this device has.
+
+    The latter is a bitmap `[m, W] uint32` in (group, slot) order. It may also
+    have rows before the `start` of a round, whose values mean nothing then.
+    """
+    ...
+
 
 class Outgoing(NamedTuple):
   """One table as it enters a push."""

@@ -20,8 +20,9 @@ Wang et al., OSDI 2025). Two things differ from the paper: the hash is a
 bijection instead of stored index sets, and column groups are new.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 
 from zenjax._src.core import collectives
 from zenjax._src.core import wire
+from zenjax._src.core.collectives import Axes
 from zenjax._src.schemes import hierarchy
 from zenjax._src.schemes.base import Arrived
 from zenjax._src.schemes.base import Context
@@ -97,18 +99,23 @@ def _shared_ids(plan: ExchangePlan, room: int) -> int:
   return -(-wire.index_words(room, plan.layout.slots) // plan.column_groups)
 
 
-def pull_sections(sums: Sums, plan: ExchangePlan, context: Context) -> Sections:
-  """Returns the sections to send to all devices."""
+def pull_sections(
+  sums: Sums,
+  plan: ExchangePlan,
+  axes: Axes,
+  scaled: Callable[[jax.Array], jax.Array],
+) -> Sections:
+  """Returns the sections to send to all devices along `axes`."""
   union, g = sums.union, plan.column_groups
   length = _shared_ids(plan, union.slots.shape[0])
   ids = jnp.zeros((1, 0), jnp.int32)
   if length:
     ids = wire.encode_index(union.slots[None], plan.layout.slots)
   if length and g > 1:
-    share = lax.axis_index(context.axes[-1]) % g
+    share = lax.axis_index(axes) % g
     ids = jnp.pad(ids, ((0, 0), (0, length * g - ids.shape[1])))
     ids = lax.dynamic_slice_in_dim(ids, share * length, length, axis=1)
-  values = context.scaled(union.rows).astype(plan.table.dtype)
+  values = scaled(union.rows).astype(plan.table.dtype)
   values = plan.row_wire.encode(values)
   return Sections(counts_of(sums)[None], ids, values[None])
 
@@ -137,27 +144,40 @@ def arrived(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Zen(Scheme):
-  """Pushes along the fastest axis, sums over the others, and pulls."""
+  """Pushes along the fastest axis, sums over the others, and pulls.
+
+  With `flat`, all axes are one: each device is an owner for all others.
+  """
 
   name: str = "zen"
+  flat: bool = False
+
+  def level(self, context: Context) -> Context:
+    """Returns the devices among which rows are pushed and pulled."""
+    if self.flat:
+      return context
+    axes, sizes = context.axes[-1:], context.sizes[-1:]
+    return dataclasses.replace(context, axes=axes, sizes=sizes)
 
   def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
-    return sizes[-1] // column_groups, column_groups
+    owners = math.prod(sizes) if self.flat else sizes[-1]
+    return owners // column_groups, column_groups
 
   def held_rows(self, plan: ExchangePlan, context: Context) -> int:
-    return min(plan.pull, plan.push * context.sizes[-1])
+    return min(plan.pull, plan.push * self.level(context).devices)
 
   def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Sums]:
     plans = [out.plan for out in outgoing]
+    level = self.level(context)
     with jax.named_scope("zen/push"):
       sections = [push_sections(out) for out in outgoing]
-      came = wire.send(sections, collectives.all_to_all, context.axes[-1:])
+      came = wire.send(sections, collectives.all_to_all, level.axes)
     with jax.named_scope("zen/merge"):
       sums = [
         owner_sums(Sections(*table), plan, self.held_rows(plan, context))
         for table, plan in zip(came, plans)
       ]
-    if len(context.axes) > 1:
+    if level != context:
       with jax.named_scope("zen/slow_axes"):
         sums = hierarchy.sum_over(sums, plans, context)
     return sums
@@ -165,11 +185,13 @@ class Zen(Scheme):
   def pull(
     self, plans: Sequence[ExchangePlan], sums: Sequence[Sums], context: Context
   ) -> list[Arrived]:
+    axes = self.level(context).axes
     with jax.named_scope("zen/pull"):
       sections = [
-        pull_sections(own, plan, context) for own, plan in zip(sums, plans)
+        pull_sections(own, plan, axes, context.scaled)
+        for own, plan in zip(sums, plans)
       ]
-      came = wire.send(sections, collectives.all_gather, context.axes[-1:])
+      came = wire.send(sections, collectives.all_gather, axes)
       return [
         arrived(Sections(*table), own.union.slots, plan)
         for table, own, plan in zip(came, sums, plans)
@@ -182,9 +204,9 @@ class Zen(Scheme):
     for plan in plans:
       ids = wire.index_words(plan.push, plan.layout.slots)
       words += 1 + ids + plan.row_wire.words(plan.push)
-    axes, n = context.axes[-1:], context.sizes[-1]
-    pushes = [Message("all_to_all", axes, words * n)]
-    if len(context.axes) == 1:
+    level = self.level(context)
+    pushes = [Message("all_to_all", level.axes, words * level.devices)]
+    if level == context:
       return pushes
     rooms = [self.held_rows(plan, context) for plan in plans]
     return [*pushes, *hierarchy.messages(plans, rooms, context)]
@@ -197,7 +219,7 @@ class Zen(Scheme):
       room = self.held_rows(plan, context)
       counts = len(Tally._fields)
       words += counts + _shared_ids(plan, room) + plan.row_wire.words(room)
-    return [Message("all_gather", context.axes[-1:], words)]
+    return [Message("all_gather", self.level(context).axes, words)]
 
   def expected_messages(
     self,
@@ -206,16 +228,18 @@ class Zen(Scheme):
     push: jax.Array | float,
     pull: jax.Array | float,
   ) -> list[Message]:
-    axes, n = context.axes[-1:], context.sizes[-1]
+    level = self.level(context)
     block = plan.row_wire.nbytes
     pull_index = 0 if plan.layout.groups == 1 else 4 / plan.column_groups
     slow = []
-    if len(context.axes) > 1:
+    if level != context:
       slow = hierarchy.expected_messages(plan, context, pull)
     return [
-      Message("all_to_all", axes, n * push * (block + 4.0) / 4),
+      Message(
+        "all_to_all", level.axes, level.devices * push * (block + 4.0) / 4
+      ),
       *slow,
-      Message("all_gather", axes, pull * (block + pull_index) / 4),
+      Message("all_gather", level.axes, pull * (block + pull_index) / 4),
     ]
 
 

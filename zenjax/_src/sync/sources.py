@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from zenjax._src.core import compat
 from zenjax._src.core import indexing
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes.base import Arrived
@@ -52,6 +54,10 @@ class ArraySource(NamedTuple):
       kernels=plan.kernels,
     )
     return slots, rows, self.bitmap.total - first
+
+  def whole(self, plan: ExchangePlan) -> tuple[jax.Array, jax.Array]:
+    del plan
+    return self.table, self.bitmap.words
 
   def target(self, plan: ExchangePlan) -> "ArrayTarget":
     none = jnp.zeros(len(plan.tables), jnp.int32)
@@ -132,6 +138,18 @@ class ListSource(NamedTuple):
     slots = jnp.where(valid, place - begin[:, None], num_slots)
     rows = indexing.take_or(self.values, index, 0)
     return slots, rows, self.end - first
+
+  def whole(self, plan: ExchangePlan) -> tuple[jax.Array, jax.Array]:
+    layout, table = plan.layout, plan.table
+    slots = layout.groups * layout.slots
+    words = indexing.from_slots(self.place, slots)
+    group = lax.div(self.place, jnp.full_like(self.place, layout.slots))
+    row = layout.row(group, self.place - group * layout.slots)
+    past = table.num_rows + jnp.arange(row.shape[0], dtype=jnp.int32)
+    row = jnp.where(self.place < slots, row, past)
+    zeros = jnp.zeros((table.num_rows, table.width), self.values.dtype)
+    whole = indexing.put(compat.cast_like(zeros, self.values), row, self.values)
+    return whole, words.reshape(layout.groups, -1)
 
   def target(self, plan: ExchangePlan) -> "ListTarget":
     """Returns a list of no rows, with room for all that devices may send."""

@@ -87,8 +87,11 @@ def zen_sync(
       `unit` than rows every leaf of 16,384 elements. A wrong choice costs time,
       never a wrong result.
     scheme: How sparse leaves are summed. `"zen"` sends each row to an owner,
-      which sums it and sends it to everyone. For comparison there are
-      `"all_gather"`, `"recursive_doubling"`, `"split_all_gather"` and
+      which sums it and sends it to everyone. Over several axes, owners are
+      along the fastest one, where rows are summed first. `"dense_inside"` sums
+      whole tables there, which is faster if the devices of a host together
+      touch most rows, and `"flat"` takes all axes as one. For comparison there
+      are `"all_gather"`, `"recursive_doubling"`, `"split_all_gather"` and
       `"split_dense_gather"` (SparCML), `"block_sparse"` (OmniReduce), and
       `"dense"` (`psum`).
     op: `"mean"` or `"sum"`. The default is the mean. In plain `jit` it is the
