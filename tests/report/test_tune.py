@@ -191,6 +191,26 @@ def test_between_two_devices_rows_have_no_owners():
     oracle.check(trainer(stack)["t"], stack["t"])
 
 
+@pytest.mark.parametrize("scheme", ["zen", "dense_inside", "flat"])
+@pytest.mark.parametrize("rows", [1_500, 4_000])
+def test_one_round_follows_over_two_levels(scheme, rows):
+  """Also if hosts have other rows: a machine has half of the union."""
+  axes = ("host", "device")
+  devices = np.array(jax.devices()[:N]).reshape(2, 2)
+  tx = zenjax.zen_sync(axes, scheme=scheme)
+  mesh = jax.sharding.Mesh(devices, axes)
+  trainer = steps.Trainer(tx, PARAMS, mesh, axes)
+  for seed in range(2):
+    trainer(stack_of(seed, rows))
+  assert zenjax.stats(trainer.state)["t"]["rounds"] > 1
+  trainer.state = zenjax.tune(trainer.state)
+  stack = stack_of(1, rows)
+  oracle.check(trainer(stack)["t"], stack["t"])
+  found = zenjax.stats(trainer.state)["t"]
+  assert found["rounds"] == 1 and not found["went_dense"]
+  assert tuned(trainer.state)["t"].scheme == scheme
+
+
 def test_a_link_chooses_the_scheme(trainer):
   link = zenjax.planner.Link(bandwidth=1e12, latency_s=1e-3)
   trainer.state = zenjax.tune(trainer.state, link=link)

@@ -383,6 +383,12 @@ def planned(
         wire_bytes=ways[way].received,
         rows=rows,
         union=union,
+        others=tuple(
+          sorted(
+            [(_in_words(k), x.seconds) for k, x in ways.items() if k != way],
+            key=lambda other: other[1],
+          )
+        ),
         reason=reason,
       )
     )

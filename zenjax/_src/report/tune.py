@@ -30,6 +30,8 @@ _PERCENTILES = (50, 75, 90, 95, 100)
 _MARGIN = 1.03
 # The latency of a round, expressed as bytes sent to each device.
 _ROUND_BYTES = 32 << 10
+# Over two levels a round has five collectives instead of two.
+_OF_LEVELS = 2.5
 # A smaller gain does not justify another compilation.
 _LEAST_GAIN = 1.1
 
@@ -193,8 +195,10 @@ def _by_counts(
     return None if stays else Change(name, LeafChoice("dense"), 1.0)
   needs = np.maximum(history[~dense], 1)
   row_bytes = 4 * sizes.width / sizes.column_groups
+  round_bytes = _round_bytes(sizes, scheme, row_bytes)
+  cost = lambda size: _cost(needs, size, row_bytes, round_bytes)
   now = sizes.push, sizes.pull
-  cost_now, rows_now = _cost(needs, now, row_bytes), _rows(needs, now)
+  cost_now, rows_now = cost(now), _rows(needs, now)
   if scheme == "zen" and sizes.devices == 2 and not stays:
     # Owners save nothing between two devices: each pushes half of its rows and
     # pulls half of the union, which is at least as much as all rows once.
@@ -203,31 +207,49 @@ def _by_counts(
     if cost_now > _LEAST_GAIN * (push * 4 * sizes.width + _ROUND_BYTES):
       choice = LeafChoice("all_gather", Capacity(push, pull))
       return Change(name, choice, rows_now / (push * sizes.column_groups))
-  best = _cheapest(needs, row_bytes)
+  best = _cheapest(needs, row_bytes, round_bytes)
   push, pull = [min(rows, sizes.num_rows) for rows in best]
   size = Capacity(push, max(push, pull))
   rows = _rows(needs, size)
-  # SparseRows have no dense path within a step. Rows to one other device:
-  dense_rows = 2 * sizes.num_rows / sizes.devices * sizes.column_groups
-  if scheme == "zen" and rows > SPARSE["zen"].break_even * dense_rows:
-    if not stays:
-      return Change(name, LeafChoice("dense"), rows_now / dense_rows)
-  if cost_now < _LEAST_GAIN * _cost(needs, size, row_bytes):
+  # SparseRows have no dense path within a step. Rows to one owner:
+  dense_rows = 2 * sizes.num_rows / sizes.row_groups
+  most = SPARSE[scheme].break_even * dense_rows
+  if scheme in ("zen", "flat") and rows > most and not stays:
+    return Change(name, LeafChoice("dense"), rows_now / dense_rows)
+  if cost_now < _LEAST_GAIN * cost(size):
     return None
   return Change(name, LeafChoice(scheme, size), rows_now / rows)
 
 
-def _cheapest(needs: np.ndarray, row_bytes: float) -> list[int]:
+def _round_bytes(
+  sizes: sync_state.Sizes, scheme: str, row_bytes: float
+) -> float:
+  """Returns the cost of a round besides its buffers, in bytes."""
+  nbytes = _ROUND_BYTES
+  if sizes.row_groups * sizes.column_groups < sizes.devices:
+    nbytes *= _OF_LEVELS
+  dense = scheme == "dense_inside"  # Each round sums the whole table.
+  return nbytes + dense * sizes.num_rows * row_bytes
+
+
+def _cheapest(
+  needs: np.ndarray, row_bytes: float, round_bytes: float = _ROUND_BYTES
+) -> list[int]:
   """Returns the buffer sizes that cost least for needs `[steps, buffers]`."""
   wanted = np.ceil(np.percentile(needs, _PERCENTILES, axis=0) * _MARGIN)
   candidates = itertools.product(*wanted.T.astype(int).tolist())
-  best = min(candidates, key=lambda sizes: _cost(needs, sizes, row_bytes))
-  return list(best)
+  cost = lambda size: _cost(needs, size, row_bytes, round_bytes)
+  return list(min(candidates, key=cost))
 
 
-def _cost(needs: np.ndarray, size: Sequence[int], row_bytes: float) -> float:
+def _cost(
+  needs: np.ndarray,
+  size: Sequence[int],
+  row_bytes: float,
+  round_bytes: float = _ROUND_BYTES,
+) -> float:
   """Returns the mean cost of a step for a device, in bytes."""
-  return _rounds(needs, size) * (sum(size) * row_bytes + _ROUND_BYTES)
+  return _rounds(needs, size) * (sum(size) * row_bytes + round_bytes)
 
 
 def _rows(needs: np.ndarray, size: Sequence[int]) -> float:

@@ -72,7 +72,7 @@ class SplitDenseGather(SplitAllGather):
   break_even: float = 1.0
 
   def held_rows(self, plan: ExchangePlan, context: Context) -> int:
-    return min(plan.most_pull, plan.push * context.sizes[-1])
+    return min(plan.most_pull, plan.push * context.devices)
 
   def pull(
     self, plans: Sequence[ExchangePlan], sums: Sequence[Sums], context: Context

@@ -75,7 +75,9 @@ class DenseInside(Zen):
       with jax.named_scope("dense_inside/slow_axes"):
         # Its ids would not wait for the columns.
         sums = lax.optimization_barrier(sums)
-        sums = hierarchy.sum_over(sums, [out.plan for out in outgoing], context)
+        plans = [out.plan for out in outgoing]
+        rooms = [self.held_rows(plan, context) for plan in plans]
+        sums = hierarchy.sum_over(sums, plans, rooms, context)
     return sums
 
   def push_messages(
@@ -87,7 +89,7 @@ class DenseInside(Zen):
     if len(context.axes) == 1:
       return pushes
     rooms = [self.held_rows(plan, context) for plan in plans]
-    return [*pushes, *hierarchy.messages(plans, rooms, context)]
+    return [*pushes, *hierarchy.messages(plans, rooms, rooms, context)]
 
   def expected_messages(
     self,

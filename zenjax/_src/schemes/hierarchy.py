@@ -27,9 +27,19 @@ _NUMBERS = 4
 
 
 def sum_over(
-  owned: Sequence[Sums], plans: Sequence[ExchangePlan], context: Context
+  owned: Sequence[Sums],
+  plans: Sequence[ExchangePlan],
+  rooms: Sequence[int],
+  context: Context,
 ) -> list[Sums]:
-  """Sums each table's union over all axes except the fastest."""
+  """Sums each table's union over all axes except the fastest.
+
+  Args:
+    owned: The union of a machine for each table.
+    plans: The plan of each table.
+    rooms: How many rows the union of all machines can hold.
+    context: The devices.
+  """
   slow = context.axes[:-1]
   hosts = context.devices // context.sizes[-1]
   headers = wire.send(
@@ -43,8 +53,10 @@ def sum_over(
   headers, blocks = lax.optimization_barrier((headers, blocks))
   blocks = wire.send([[x] for x in blocks], collectives.all_to_all, slow)
   merged = [
-    _merge_hosts(own, [*header, *block], plan)
-    for own, header, block, plan in zip(owned, headers, blocks, plans)
+    _merge_hosts(own, [*header, *block], plan, room)
+    for own, header, block, plan, room in zip(
+      owned, headers, blocks, plans, rooms
+    )
   ]
   gathered = wire.send(
     [[own.union.rows[None]] for own in merged],
@@ -58,27 +70,32 @@ def sum_over(
 
 
 def messages(
-  plans: Sequence[ExchangePlan], rooms: Sequence[int], context: Context
+  plans: Sequence[ExchangePlan],
+  inside: Sequence[int],
+  rooms: Sequence[int],
+  context: Context,
 ) -> list[Message]:
   """Returns the three collectives of `sum_over`.
 
   Args:
     plans: The plan of each table.
-    rooms: How many rows the union of each table can hold.
+    inside: How many rows the union of a machine can hold.
+    rooms: How many rows the union of all machines can hold.
     context: The devices.
   """
   slow = context.axes[:-1]
   hosts = context.devices // context.sizes[-1]
-  index = rows = 0
-  for plan, room in zip(plans, rooms):
-    index += _NUMBERS + wire.index_words(room, plan.layout.slots)
+  index = pushed = pulled = 0
+  for plan, held, room in zip(plans, inside, rooms):
+    index += _NUMBERS + wire.index_words(held, plan.layout.slots)
     columns = -(-plan.block_width // hosts)
     dtype = collectives.accumulator(plan.table.dtype)
-    rows += wire.words_for(room * columns, dtype)
+    pushed += wire.words_for(held * columns, dtype)
+    pulled += wire.words_for(room * columns, dtype)
   return [
     Message("all_gather", slow, index),
-    Message("all_to_all", slow, rows * hosts),
-    Message("all_gather", slow, rows),
+    Message("all_to_all", slow, pushed * hosts),
+    Message("all_gather", slow, pulled),
   ]
 
 
@@ -104,12 +121,12 @@ def _index_sections(own: Sums, plan: ExchangePlan) -> list[jax.Array]:
 
 
 def _merge_hosts(
-  own: Sums, came: Sequence[jax.Array], plan: ExchangePlan
+  own: Sums, came: Sequence[jax.Array], plan: ExchangePlan, room: int
 ) -> Sums:
   counts, index, rows = came
-  num_slots, room = plan.layout.slots, own.union.slots.shape[0]
+  num_slots, held = plan.layout.slots, own.union.slots.shape[0]
   limit, summed, pushed, fullest = counts.T
-  slots = wire.decode_index(index, room, num_slots)
+  slots = wire.decode_index(index, held, num_slots)
   union = merge(
     slots,
     rows,

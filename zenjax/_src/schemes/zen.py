@@ -164,7 +164,7 @@ class Zen(Scheme):
     return owners // column_groups, column_groups
 
   def held_rows(self, plan: ExchangePlan, context: Context) -> int:
-    return min(plan.pull, plan.push * self.level(context).devices)
+    return min(plan.pull, plan.push * context.devices)
 
   def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Sums]:
     plans = [out.plan for out in outgoing]
@@ -174,12 +174,13 @@ class Zen(Scheme):
       came = wire.send(sections, collectives.all_to_all, level.axes)
     with jax.named_scope("zen/merge"):
       sums = [
-        owner_sums(Sections(*table), plan, self.held_rows(plan, context))
+        owner_sums(Sections(*table), plan, self.held_rows(plan, level))
         for table, plan in zip(came, plans)
       ]
     if level != context:
       with jax.named_scope("zen/slow_axes"):
-        sums = hierarchy.sum_over(sums, plans, context)
+        rooms = [self.held_rows(plan, context) for plan in plans]
+        sums = hierarchy.sum_over(sums, plans, rooms, context)
     return sums
 
   def pull(
@@ -208,8 +209,10 @@ class Zen(Scheme):
     pushes = [Message("all_to_all", level.axes, words * level.devices)]
     if level == context:
       return pushes
-    rooms = [self.held_rows(plan, context) for plan in plans]
-    return [*pushes, *hierarchy.messages(plans, rooms, context)]
+    inside, rooms = [
+      [self.held_rows(plan, at) for plan in plans] for at in (level, context)
+    ]
+    return [*pushes, *hierarchy.messages(plans, inside, rooms, context)]
 
   def pull_messages(
     self, plans: Sequence[ExchangePlan], context: Context

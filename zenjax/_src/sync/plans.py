@@ -47,6 +47,7 @@ class LeafPlan:
     rows: Mean nonzero rows of a device that the choice is based on; None if
       they were not counted but assumed as for a vocabulary.
     union: Nonzero rows of all devices together.
+    others: `(choice, seconds)` of all other ways, the fastest first.
     reason: The reason for the choice, empty for leaves without a choice.
 
   Example:
@@ -72,6 +73,7 @@ class LeafPlan:
   wire_bytes: float = 0.0
   rows: float | None = None
   union: float | None = None
+  others: tuple[tuple[str, float], ...] = ()
   reason: str = ""
 
   @property
