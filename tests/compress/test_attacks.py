@@ -114,7 +114,7 @@ def test_numbers_of_numpy_are_numbers_of_plans():
     jax.value_and_grad(lambda p: jnp.sum(p[0])),
     shapes,
     topology=zenjax.planner.Topology.network("1 Gbit/s", 4),
-    compressors=[compress.TopK(np.float64(0.001))],
+    allow=[compress.TopK(np.float64(0.001))],
   )
   assert plan.leaves[0].compressor == "TopK(0.001)"
   compress.all_reduce(plan, "data")

@@ -381,14 +381,14 @@ def layers_loss(params, x):
   return jnp.mean(x**2)
 
 
-def planned(compressors, link="1 Gbit/s", hosts=4):
+def planned(allow, link="1 Gbit/s", hosts=4):
   struct = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
   return zenjax.planner.plan(
     jax.value_and_grad(layers_loss),
     {name: struct(shape) for name, shape in LAYERS.items()},
     struct((16, 512)),
     topology=zenjax.planner.Topology.network(link, hosts),
-    compressors=compressors,
+    allow=allow,
   )
 
 
@@ -400,6 +400,10 @@ def test_a_plan_compresses_dense_layers_only_if_allowed():
   chosen = {x.name: x.choice for x in plan.leaves}
   assert chosen == {"w0": "PowerSGD(4)", "w1": "PowerSGD(4)", "b": "pmean"}
   assert zenjax.planner.Plan.from_json(plan.to_json()) == plan
+  assert planned("int8") == planned(both[:1])
+  assert {x.choice for x in planned(["int8", "PowerSGD(4)"]).leaves} == {
+    *chosen.values()
+  }
   # 8 bits send a quarter, and memory is a link on which nothing pays.
   assert 3 < planned(both[:1]).gain < 4
   assert not planned(both, "4000 Gbit/s", 2).pays

@@ -170,12 +170,12 @@ def test_a_tied_table_is_summed_whole():
     assert known.leaves[0].scheme != "dense"
 
 
-def test_wire_dtypes_only_where_allowed():
-  exact = plan().by_name["table"]
-  lossy = plan(wire_dtypes=(jnp.bfloat16, jnp.float16)).by_name["table"]
+def test_rows_are_rounded_only_where_allowed():
+  exact = plan(allow="lossless").by_name["table"]
+  lossy = plan(allow=(jnp.bfloat16, jnp.float16)).by_name["table"]
   assert exact.wire_dtype is None and lossy.wire_dtype == "bfloat16"
   assert lossy.seconds < exact.seconds
-  lossy = plan(wire_dtypes=("bfloat16", "int8", "int4")).by_name["table"]
+  lossy = plan(allow=("bfloat16", "int8", "int4")).by_name["table"]
   assert lossy.wire_dtype == "int4"
 
 
@@ -250,8 +250,10 @@ def test_memory_limits_the_buffers_of_a_leaf():
     (dict(capacities={"table": (9, 3)}), ["push <= pull", "(9, 3)"]),
     (dict(topology="h100"), ["`topology`", "zenjax.planner.Topology"]),
     (dict(compute_seconds="1"), ["`compute_seconds`", "a number", "'1'"]),
-    (dict(wire_dtypes=(jnp.int16,)), ["`wire_dtypes`"]),
-    (dict(wire_dtypes="bfloat16"), ["`wire_dtypes`", "a sequence"]),
+    (dict(allow=(jnp.int16,)), ["`allow`", "'lossless'", "int16"]),
+    (dict(allow="lossy"), ["`allow`", "'int8'", "'lossy'"]),
+    (dict(allow=["LowBit(3)"]), ["`allow`", "a compressor", "'LowBit(3)'"]),
+    (dict(allow=None), ["`allow`", "None"]),
     (dict(grad=lambda f: f), ["`value_and_grad`", "a pair"]),
   ],
 )

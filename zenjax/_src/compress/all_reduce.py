@@ -77,7 +77,7 @@ def all_reduce(
 
   Args:
     compressor: For example `zenjax.compress.LowBit(bits=8)`. Or a plan of
-      `zenjax.planner.plan(.., compressors=..)`, which decides for every leaf,
+      `zenjax.planner.plan(.., allow=..)`, which decides for every leaf,
       so that `leaves` and `others` must be left out.
     axis_name: The axis that devices are mapped over. With a tuple, from the
       slowest link to the fastest (`("host", "device")`), gradients are first

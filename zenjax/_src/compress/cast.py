@@ -11,7 +11,7 @@ from zenjax._src.core import arguments
 from zenjax._src.core import packing
 from zenjax._src.core import wire
 
-_DTYPES = tuple(
+DTYPES = tuple(
   map(
     jnp.dtype,
     (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2),
@@ -50,9 +50,9 @@ class Cast(Codec):
 
   def __post_init__(self):
     dtype = arguments.floating("dtype", self.dtype)
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
       raise ValueError(
-        f"`dtype` must be one of {[x.name for x in _DTYPES]}, got"
+        f"`dtype` must be one of {[x.name for x in DTYPES]}, got"
         f" {self.dtype!r}."
       )
     object.__setattr__(self, "dtype", dtype)

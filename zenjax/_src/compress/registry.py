@@ -33,8 +33,12 @@ KINDS: dict[str, type[Compressor]] = {
 }
 
 
-def named(name: str) -> Compressor:
+def named(name: str, given: str = "`compressor` of a plan") -> Compressor:
   """Returns the compressor of a name such as `LowBit(4)`.
+
+  Args:
+    name: The name.
+    given: Where it was given, in words.
 
   Raises:
     ValueError: It is not the name of a compressor of `zenjax.compress`.
@@ -48,6 +52,6 @@ def named(name: str) -> Compressor:
     return kind(*args, **options)
   except (AssertionError, KeyError, SyntaxError, TypeError, ValueError) as e:
     raise ValueError(
-      "`compressor` of a plan must be the name of a compressor, such as"
-      f" 'LowBit(4)', got {name!r}. Known are {sorted(KINDS)}."
+      f"{given} must be the name of a compressor, such as 'LowBit(4)', got"
+      f" {name!r}. Known are {sorted(KINDS)}."
     ) from e

@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--batch", type=_count, **several, help="multiple of recorded lookups")
   what = "time of a recorded step without any exchange"
   add("--compute-seconds", type=_seconds, default=0.0, metavar="S", help=what)
-  add("--wire-dtypes", nargs="+", default=[], metavar="DTYPE")
+  what = "dtypes and compressors, say int8 or 'TopK(0.01)'"
+  add("--allow", nargs="+", default=["lossless"], metavar="LOSS", help=what)
   add("--json", type=pathlib.Path, metavar="FILE", help="file for the plan")
   options = parser.parse_args(argv)
   try:
@@ -165,6 +166,7 @@ def _planned(
     )
     for leaf in trace.header.leaves
   ]
+  dtypes, compressors = plan_model.losses(options.allow)
   return plan_model.answer(
     plan_model.Question(
       gradients=tuple(gradients),
@@ -175,7 +177,8 @@ def _planned(
         for name, growth in growths.items()
       },
       compute_seconds=options.compute_seconds * batch,
-      wire_dtypes=tuple(options.wire_dtypes),
+      wire_dtypes=dtypes,
+      compressors=compressors,
     )
   )
 

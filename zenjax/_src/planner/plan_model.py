@@ -11,7 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zenjax._src.compress import registry
+from zenjax._src.compress.cast import Cast
+from zenjax._src.compress.cast import DTYPES
 from zenjax._src.compress.compressor import Compressor
+from zenjax._src.compress.low_bit import LowBit
 from zenjax._src.core import arguments
 from zenjax._src.core import row_wire
 from zenjax._src.core import text
@@ -38,6 +42,14 @@ _SPARE = 1.05
 # How often a compressor reads or writes a gradient: add the residual, find a
 # scale, round, keep the error; decode what came, round the sums, decode them.
 _PASSES = 8
+# In `allow`, if nothing may be lost.
+_LOSSLESS = "lossless"
+# How dense gradients are rounded to a dtype that is allowed.
+_ROUNDING: Mapping[str, Compressor] = {
+  "int8": LowBit(8),
+  "int4": LowBit(4),
+  **{dtype.name: Cast(dtype) for dtype in DTYPES},
+}
 
 
 class Gradient(NamedTuple):
@@ -113,8 +125,7 @@ def plan(
   profile: Mapping[str, Profile] | None = None,
   trace: str | os.PathLike | None = None,
   compute_seconds: float = 0.0,
-  wire_dtypes: Sequence[Any] = (),
-  compressors: Sequence[Compressor] = (),
+  allow: Sequence[Any] = ("lossless",),
   capacities: Mapping[str, tuple[int, int]] | None = None,
   memory_bytes: float | None = None,
 ) -> Plan:
@@ -140,17 +151,17 @@ def plan(
     compute_seconds: Time of a step on one device without any exchange. Measure
       it with `jax.lax.optimization_barrier(grads)` in place of the exchange, to
       keep XLA from fusing gradient and optimizer.
-    wire_dtypes: Dtypes to which rows may be rounded when they are sent, such as
-      bfloat16 or int8. Each is used where it makes rows shorter.
-    compressors: Compressors of `zenjax.compress` that gradients of dense layers
-      may take, for example `[zenjax.compress.LowBit(8)]`. Results are then
-      approximations, so none is taken by default.
+    allow: What gradients may lose, nothing by default. A dtype, such as
+      `"bfloat16"` or `"int8"`, lets rows of tables and gradients of dense
+      layers be rounded to it, where that is faster. A compressor, such as
+      `zenjax.compress.ExDyna(0.01)` or its name `"ExDyna(0.01)"`, is for dense
+      layers.
     capacities: Buffer sizes `(push, pull)` in rows, by parameter name.
     memory_bytes: Limit on the buffers for one parameter.
 
   Returns:
-    The plan. Print it, and pass it to `zen_sync(plan=...)`; if you allowed
-    compressors, to `zenjax.compress.all_reduce(plan, axis_name)`.
+    The plan. Print it, and pass it to `zen_sync(plan=...)`; if it compresses
+    dense layers, to `zenjax.compress.all_reduce(plan, axis_name)`.
 
   Raises:
     TypeError: An argument has a wrong type, or `value_and_grad` does not return
@@ -193,12 +204,13 @@ def plan(
     )
   pins = arguments.pins(capacities)
   check_names("capacities", pins, [g.name for g in question.gradients])
+  wires, compressors = losses(allow)
   return answer(
     dataclasses.replace(
       question,
       compute_seconds=compute_seconds,
-      wire_dtypes=_wires(wire_dtypes),
-      compressors=compressors_of(compressors),
+      wire_dtypes=wires,
+      compressors=compressors,
       capacities=pins,
     )
   )
@@ -312,14 +324,36 @@ def check_names(
     )
 
 
-def _wires(dtypes: Any) -> tuple[str, ...]:
-  if isinstance(dtypes, str) or not isinstance(dtypes, Iterable):
+def losses(allow: Any) -> tuple[tuple[str, ...], tuple[Compressor, ...]]:
+  """Returns the dtypes of rows, and the compressors, that a user allows."""
+  if isinstance(allow, str | Compressor) or not isinstance(allow, Iterable):
+    allow = (allow,)
+  dtypes: list[str] = []
+  compressors: list[Compressor] = []
+  for loss in allow:
+    if isinstance(loss, Compressor):
+      compressors.append(loss)
+    elif isinstance(loss, str) and "(" in loss:
+      compressors.append(registry.named(loss, "`allow`"))
+    elif not (isinstance(loss, str) and loss == _LOSSLESS):
+      dtypes.append(_rounded_to(loss))
+      if compressor := _ROUNDING.get(dtypes[-1]):
+        compressors.append(compressor)
+  return tuple(dtypes), tuple(compressors)
+
+
+def _rounded_to(loss: Any) -> str:
+  """Returns the name of a dtype that a user allows."""
+  try:
+    dtype = arguments.row_wire_dtype("allow", loss)
+  except TypeError:
+    dtype = None
+  if dtype is None:
     raise TypeError(
-      "`wire_dtypes` must be a sequence of dtypes, got"
-      f" {dtypes!r}. Give (jnp.bfloat16,) for one dtype."
+      f"`allow` must hold {_LOSSLESS!r}, dtypes such as 'int8', or compressors"
+      f" of `zenjax.compress` such as 'ExDyna(0.01)', got {loss!r}."
     )
-  wires = [arguments.row_wire_dtype("wire_dtypes", dtype) for dtype in dtypes]
-  return tuple(jnp.dtype(wire).name for wire in wires)
+  return dtype.name
 
 
 def compressors_of(given: Any) -> tuple[Compressor, ...]:
