@@ -13,6 +13,7 @@ from zenjax._src.machine.measure import measure_links
 from zenjax._src.machine.measure import measure_work
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import traces
+from zenjax._src.planner.compressor_work import measure_compressors
 from zenjax._src.planner.plan_model import plan
 from zenjax._src.planner.record import record
 from zenjax._src.planner.record import Recorder
@@ -30,6 +31,7 @@ from zenjax._src.sync.plans import Plan
 __all__ = (
   "LeafPlan",
   "Link",
+  "measure_compressors",
   "measure_links",
   "measure_work",
   "plan",

@@ -24,9 +24,11 @@ from benchmarks import table
 from benchmarks.campaigns.planned import programs
 from benchmarks.cases import sync
 from benchmarks.harness import Case
+from benchmarks.testbed import netns
 from benchmarks.testbed import served
 import zenjax
 from zenjax import compress
+from zenjax import planner
 
 _BATCHES = 4
 # Until counts are known, and until a controlled threshold has settled.
@@ -56,6 +58,7 @@ class _Variant:
   """A way from gradients to updates."""
 
   make: Callable[[Setting], Any]
+  compressor: Callable[[Setting], compress.Compressor] | None = None
   warm_up: int = _WARM_UP  # Steps before those that are timed.
 
 
@@ -77,6 +80,7 @@ def _compressed(
 ) -> _Variant:
   return _Variant(
     lambda setting: compress.all_reduce(make(setting), sync.AXIS, leaves=True),
+    compressor=make,
     warm_up=warm_up,
   )
 
@@ -119,8 +123,13 @@ class _Worker(served.Worker):
   _mean: np.ndarray  # `[N]`, the first gradient.
   _size: int  # Bytes of all gradients.
 
-  def build(self, variant: str, setting: dict[str, Any]) -> dict[str, Any]:
-    """Compiles a variant, checks its first step, and warms it up."""
+  def build(
+    self, variant: str, setting: dict[str, Any], rate: str
+  ) -> dict[str, Any]:
+    """Compiles a variant, checks its first step, and warms it up.
+
+    Its time to compress is measured, too, and the planner predicts the rest.
+    """
     known, made = VARIANTS[variant], Setting(**setting)
     self._size = 4 * made.layers * made.width**2
     if self._place is None:
@@ -139,7 +148,36 @@ class _Worker(served.Worker):
       if left < _TOLD:
         facts.append(self._facts(program, variant))
     means = {k: float(np.mean([f[k] for f in facts])) for k in facts[0]}
+    if variant != NONE and netns.RATES[rate]:
+      means["planned_s"] = self._planned(made, known.compressor, rate)
     return {"wrong": wrong, "compile_s": program.compile_s, "facts": means}
+
+  def _planned(
+    self,
+    setting: Setting,
+    make: Callable[[Setting], compress.Compressor] | None,
+    rate: str,
+  ) -> float:
+    """Returns the predicted time of an exchange."""
+    shape = jax.ShapeDtypeStruct((setting.width, setting.width), jnp.float32)
+    grads = lambda params: (jnp.float32(0), params)
+    layers = [shape] * setting.layers
+    compressors, local_seconds = [], {}
+    if make:
+      compressors = [make(setting)]
+      local_seconds = planner.measure_compressors(
+        grads, layers, compressors=compressors, mesh=self.mesh
+      )
+    plan = planner.plan(
+      grads,
+      layers,
+      topology=planner.Topology.network(rate, self.mesh.size),
+      allow=compressors,
+      local_seconds=local_seconds,
+    )
+    ways = [{x.choice: x.seconds, **dict(x.others)} for x in plan.leaves]
+    wanted = str(compressors[0]) if compressors else DENSE
+    return sum(way[wanted] for way in ways)
 
   def _program(self, tx: optax.GradientTransformation) -> programs.Program:
     assert self._place is not None
@@ -180,6 +218,11 @@ def _amdahl(result, peers):
   return dense / (nothing + (dense - nothing) / _fewer_bytes(result, peers))
 
 
+def _planned_ms(result, peers):
+  nothing = table.median_s(peers, NONE)
+  return 1e3 * (nothing + _bytes(result, "planned_s"))
+
+
 _over_bound = lambda r, _: _bytes(r) / _bytes(r, "bound_bytes")
 COLUMNS = (
   table.fact("density\n%", "density", ".3f", unit=0.01),
@@ -187,6 +230,7 @@ COLUMNS = (
   table.Column("wire/\nbound", _over_bound, ".2f"),
   table.Column("fewer\nbytes", _fewer_bytes, ".1f"),
   *table.MEASURED,
+  table.Column("planned\nms", _planned_ms, ".0f"),
   table.faster_than(DENSE, "times\nas fast"),
   table.Column("Amdahl's\nbound", _amdahl, ".2f"),
 )
@@ -197,12 +241,16 @@ def cases(options: argparse.Namespace) -> AbstractContextManager[list[Case]]:
   names = harness.named("--variants", options.variants, VARIANTS)
   names_of = [field.name for field in dataclasses.fields(Setting)]
   setting = {name: getattr(options, name) for name in names_of}
+  rate = "unlimited" if options.loopback else options.rate
   return campaign.cases(
     "campaigns.sparsified",
     options,
-    "unlimited" if options.loopback else options.rate,
+    rate,
     f"{options.layers * options.width**2:,} parameters",
-    {name: {"variant": name, "setting": setting} for name in names},
+    {
+      name: {"variant": name, "setting": setting, "rate": rate}
+      for name in names
+    },
   )
 
 

@@ -88,9 +88,9 @@ def measure_links(
     (('data',), (2,), True)
   """
   axes = _axes(mesh, axis_name)
-  _require_positive("`repeats`", repeats)
+  require_positive("`repeats`", repeats)
   for size in sizes:
-    _require_positive("Each of `sizes`", size)
+    require_positive("Each of `sizes`", size)
   work = measure_work(mesh, repeats=repeats)
   points, programs = [], []
   for axis, op, size in itertools.product(axes, _OPS, sizes):
@@ -99,7 +99,7 @@ def measure_links(
     points.append((steps, 4 * words * steps))
     programs.append(_collective(op, mesh, axis, words))
   shape = len(axes), -1
-  all_seconds = _medians(programs, repeats).reshape(shape)
+  all_seconds = medians(programs, repeats).reshape(shape)
   all_points = np.array(points, float).reshape(*shape, 2)
   links, misses = [], []
   for axis, points, seconds in zip(axes, all_points, all_seconds):
@@ -136,7 +136,8 @@ def _axes(mesh: Mesh, axis_name) -> tuple[str, ...]:
   return axes
 
 
-def _require_positive(name: str, value: Any) -> None:
+def require_positive(name: str, value: Any) -> None:
+  """Raises ValueError unless `value` is a positive integer."""
   if not isinstance(value, int) or value < 1:
     raise ValueError(f"{name} must be a positive integer, got {value!r}.")
 
@@ -171,13 +172,13 @@ def _collective(
 ) -> Callable[[], Any]:
   """Compiles a collective along an axis, for all groups of devices along it."""
   shape = mesh.shape[axis], words
-  x = _on_each(lambda: jnp.zeros(shape, jnp.uint32), mesh)()
-  compiled = _on_each(lambda x: _OPS[op](x, axis), mesh)
+  x = on_each(lambda: jnp.zeros(shape, jnp.uint32), mesh)()
+  compiled = on_each(lambda x: _OPS[op](x, axis), mesh)
   compiled = compiled.lower(x).compile()
   return lambda: compiled(x)
 
 
-def _medians(programs: Sequence[Callable[[], Any]], repeats: int) -> np.ndarray:
+def medians(programs: Sequence[Callable[[], Any]], repeats: int) -> np.ndarray:
   """Returns the median time of each program, after one round to warm up."""
   rounds = np.zeros((repeats + 1, len(programs)))
   for times in rounds:
@@ -191,12 +192,13 @@ def _medians(programs: Sequence[Callable[[], Any]], repeats: int) -> np.ndarray:
   return np.max(every, axis=0).astype(float)
 
 
-def _on_each(local: Callable, mesh: Mesh, donate: Any = ()) -> Any:
+def on_each(local: Callable, mesh: Mesh, donate: Any = ()) -> Any:
   """Maps `local` over devices, along the first dimension of its arguments."""
   split = P(mesh.axis_names)
 
   def one(*args):
-    return jax.tree.map(lambda x: x[None], local(*(x[0] for x in args)))
+    mine = jax.tree.map(lambda x: x[0], args)
+    return jax.tree.map(lambda x: x[None], local(*mine))
 
   mapped = jax.shard_map(
     one, mesh=mesh, in_specs=split, out_specs=split, check_vma=False
@@ -237,13 +239,13 @@ def measure_work(mesh: Mesh | None = None, *, repeats: int = 7) -> Work:
     >>> work.mask_byte + work.mask_row > 0, work.move_byte + work.move_row > 0
     (True, True)
   """
-  _require_positive("`repeats`", repeats)
+  require_positive("`repeats`", repeats)
   if mesh is None:
     mesh = Mesh(np.array(jax.devices()), ("device",))
   scale = 1 if mesh.devices.flat[0].platform == "cpu" else _LARGER
   programs = [_mask(mesh, rows * scale, width) for rows, width in _TABLES]
   programs += [_move(mesh, rows * scale, width) for rows, width in _MOVED]
-  seconds = _medians(programs, repeats) / scale
+  seconds = medians(programs, repeats) / scale
   shapes = np.array([*_TABLES, *_MOVED], float)
   rows, sizes = shapes[:, 0], shapes[:, 0] * shapes[:, 1] * 4
   mask_row, mask_byte, _ = line(rows[:2], sizes[:2], seconds[:2])
@@ -261,8 +263,8 @@ def measure_work(mesh: Mesh | None = None, *, repeats: int = 7) -> Work:
 def _mask(mesh: Mesh, rows: int, width: int) -> Callable[[], Any]:
   """Returns a program that finds the nonzero rows of a table."""
   layout = Layout(num_rows=rows, groups=mesh.size)
-  find = _on_each(lambda t: (mask_pack(t, layout).words,), mesh)
-  table = _on_each(lambda: jnp.zeros((rows, width)), mesh)()
+  find = on_each(lambda t: (mask_pack(t, layout).words,), mesh)
+  table = on_each(lambda: jnp.zeros((rows, width)), mesh)()
   return lambda: find(table)
 
 
@@ -284,9 +286,9 @@ def _move(mesh: Mesh, rows: int, width: int) -> Callable[[], Any]:
     row = layout.row(jnp.zeros_like(union.slots), union.slots)
     return expand(table, row, union.rows), union.total
 
-  move_all = _on_each(move, mesh, donate=0)
-  table = _on_each(lambda: jnp.zeros((rows * 8, width)), mesh)()
-  sources = _on_each(lambda: (words, ids), mesh)()
+  move_all = on_each(move, mesh, donate=0)
+  table = on_each(lambda: jnp.zeros((rows * 8, width)), mesh)()
+  sources = on_each(lambda: (words, ids), mesh)()
 
   def run():
     nonlocal table

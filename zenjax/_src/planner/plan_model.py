@@ -1,7 +1,6 @@
 """Chooses how every gradient of a model is synchronized."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-import contextlib
 import dataclasses
 import math
 import os
@@ -61,10 +60,23 @@ class Gradient(NamedTuple):
   look_ups: int | None  # Rows in a device's SparseRows; None for an array.
 
   @property
+  def is_table(self) -> bool:
+    """Whether rows of it may be sent."""
+    return self.look_ups is not None or leaf_util.is_table(self._leaf)
+
+  @property
+  def may_be_compressed(self) -> bool:
+    """Whether it is dense, and large enough for compressors."""
+    return not self.is_table and leaf_util.is_table(self._leaf, "element")
+
+  @property
+  def _leaf(self) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+  @property
   def table(self) -> Table:
     """The gradient as the table that schemes see."""
-    leaf = jax.ShapeDtypeStruct(self.shape, self.dtype)
-    rows, width = leaf_util.table_shape(leaf, "row")
+    rows, width = leaf_util.table_shape(self._leaf, "row")
     return Table(
       name=self.name,
       num_rows=rows,
@@ -87,6 +99,7 @@ class Question:
     compute_seconds: Time of a step without any exchange.
     wire_dtypes: Names of dtypes that rows may be rounded to.
     compressors: Compressors that dense leaves may take.
+    local_seconds: Measured times to compress all dense leaves, by compressor.
     capacities: Buffer sizes that the user gave, by leaf name.
     memory_bytes: Limit on memory; None for no limit.
   """
@@ -98,6 +111,7 @@ class Question:
   compute_seconds: float = 0.0
   wire_dtypes: tuple[str, ...] = ()
   compressors: tuple[Compressor, ...] = ()
+  local_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
   capacities: Mapping[str, tuple[int, int]] = dataclasses.field(
     default_factory=dict
   )
@@ -126,6 +140,7 @@ def plan(
   trace: str | os.PathLike | None = None,
   compute_seconds: float = 0.0,
   allow: Sequence[Any] = ("lossless",),
+  local_seconds: Mapping[str, float] | None = None,
   capacities: Mapping[str, tuple[int, int]] | None = None,
   memory_bytes: float | None = None,
 ) -> Plan:
@@ -156,6 +171,9 @@ def plan(
       layers be rounded to it, where that is faster. A compressor, such as
       `zenjax.compress.ExDyna(0.01)` or its name `"ExDyna(0.01)"`, is for dense
       layers.
+    local_seconds: What `zenjax.planner.measure_compressors` returned, if you
+      have the machine. By default, times to compress are predicted from the
+      memory bandwidth of the topology.
     capacities: Buffer sizes `(push, pull)` in rows, by parameter name.
     memory_bytes: Limit on the buffers for one parameter.
 
@@ -211,6 +229,7 @@ def plan(
       compute_seconds=compute_seconds,
       wire_dtypes=wires,
       compressors=compressors,
+      local_seconds=measured(local_seconds, compressors),
       capacities=pins,
     )
   )
@@ -249,7 +268,7 @@ def ask(
     memory_bytes = arguments.number("memory_bytes", memory_bytes)
     if memory_bytes <= 0:
       raise ValueError(f"`memory_bytes` must be positive, got {memory_bytes}.")
-  gradients = _gradients(value_and_grad, args)
+  gradients = gradients_of(value_and_grad, args)
   rows = {g.name: g.table.num_rows for g in gradients}
   if trace is not None:
     if profile is not None:
@@ -289,7 +308,7 @@ def ask(
   )
 
 
-def _gradients(
+def gradients_of(
   value_and_grad: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[Gradient, ...]:
   """Traces a function, and returns its gradients."""
@@ -356,6 +375,17 @@ def _rounded_to(loss: Any) -> str:
   return dtype.name
 
 
+def measured(
+  seconds: Mapping[str, float] | None, compressors: Sequence[Compressor]
+) -> Mapping[str, float]:
+  """Returns times by compressor; raises ValueError for other names."""
+  known = dict(seconds or {})
+  check_names(
+    "local_seconds", known, list(map(str, compressors)), "compressors"
+  )
+  return known
+
+
 def compressors_of(given: Any) -> tuple[Compressor, ...]:
   """Returns compressors that a user gave, or raises TypeError."""
   given = (given,) if isinstance(given, Compressor) else tuple(given)
@@ -374,11 +404,11 @@ def compressors_of(given: Any) -> tuple[Compressor, ...]:
 def answer(question: Question) -> Plan:
   """Returns the plan with the shortest step."""
   predicted = predictions(question)
-  fitting = [
-    _fitting(gradient.name, ways, question.memory_bytes)
+  possible = [
+    _within(gradient.name, ways, question.memory_bytes)
     for gradient, ways in zip(question.gradients, predicted)
   ]
-  chosen = choice.choose(fitting)
+  chosen = choice.choose(possible)
   assert chosen is not None  # Memory has no limit here.
   return planned(question, predicted, chosen)
 
@@ -449,18 +479,13 @@ def predictions(question: Question) -> list[dict[Way, Prediction]]:
   predicted = []
   for gradient in question.gradients:
     table, profile = gradient.table, question.profile(gradient)
-    leaf = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
-    is_table = gradient.look_ups is not None or leaf_util.is_table(leaf)
     ways = {PMEAN: question.model.of_way(PMEAN, table, profile)}
-    if question.topology.devices > 1 and not is_table:
-      if leaf_util.is_table(leaf, "element"):
-        for compressor in question.compressors:
+    if question.topology.devices > 1 and gradient.may_be_compressed:
+      for compressor in question.compressors:
+        if fitting(compressor, [gradient], question.model.context):
           way = PMEAN._replace(compressor=str(compressor))
-          shape = gradient.shape
-          # Leaves that are too small for its blocks or density are refused.
-          with contextlib.suppress(ValueError):
-            ways[way] = compressed(question.model, compressor, [shape])
-    elif question.topology.devices > 1:
+          ways[way] = compressed(question, compressor, [gradient])
+    elif question.topology.devices > 1 and gradient.is_table:
       narrower = [
         name
         for name in question.wire_dtypes
@@ -474,42 +499,56 @@ def predictions(question: Question) -> list[dict[Way, Prediction]]:
   return predicted
 
 
+def fitting(
+  compressor: Compressor, gradients: Iterable[Gradient], context: Context
+) -> list[Gradient]:
+  """Returns the gradients that are large enough for a compressor's rule."""
+  return [
+    x
+    for x in gradients
+    if x.may_be_compressed and _fits(compressor, x.shape, context)
+  ]
+
+
+def _fits(
+  compressor: Compressor, shape: tuple[int, ...], context: Context
+) -> bool:
+  try:
+    compressor.messages([shape], context)
+  except ValueError:
+    return False
+  return True
+
+
 def compressed(
-  model: CostModel,
-  compressor: Compressor,
-  shapes: Sequence[tuple[int, ...]],
-  local_s: float | None = None,
+  question: Question, compressor: Compressor, gradients: Sequence[Gradient]
 ) -> Prediction:
-  """Predicts the compressed sum of dense leaves.
-
-  Args:
-    model: The machine.
-    compressor: Leaves of one compressor share its exchange.
-    shapes: The shapes of the leaves.
-    local_s: Time to encode and decode; by default it is predicted.
-  """
-  messages = compressor.messages(shapes, model.context)
-  if local_s is None:
-    size = 4 * sum(map(math.prod, shapes))
-    local_s = _PASSES * size * model.work.mask_byte
-  return model.of_messages(str(compressor), messages, local_s=local_s)
+  """Predicts the compressed sum of gradients, which share its exchange."""
+  model, name = question.model, str(compressor)
+  messages = compressor.messages([x.shape for x in gradients], model.context)
+  size = lambda them: 4 * sum(math.prod(x.shape) for x in them)
+  local_s = _PASSES * size(gradients) * model.work.mask_byte
+  if name in question.local_seconds:
+    them = fitting(compressor, question.gradients, model.context)
+    local_s = question.local_seconds[name] * size(gradients) / size(them)
+  return model.of_messages(name, messages, local_s=local_s)
 
 
-def _fitting(
+def _within(
   name: str, ways: Mapping[Way, Prediction], limit: float | None
 ) -> Mapping[Way, Prediction]:
   """Returns the ways of a leaf whose buffers fit."""
   if limit is None:
     return ways
-  fitting = {way: x for way, x in ways.items() if x.memory <= limit}
-  if not fitting:
+  within = {way: x for way, x in ways.items() if x.memory <= limit}
+  if not within:
     least = min(x.memory for x in ways.values())
     raise ValueError(
       f"`memory_bytes` must hold the buffers for parameter {name!r}, at least"
       f" {text.size(least)}, got {text.size(limit)}. Raise the limit, or shard"
       " the table with `zenjax.tables.shard`."
     )
-  return fitting
+  return within
 
 
 def _capacities(

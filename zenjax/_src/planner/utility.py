@@ -140,8 +140,8 @@ def utility(
       thirds.
     compressors: The compressors to compare.
     local_seconds: Measured times to encode and decode the gradients of a step,
-      by `str(compressor)`. By default, they are predicted from the memory
-      bandwidth of the topology.
+      by `str(compressor)`, from `zenjax.planner.measure_compressors`. By
+      default, they are predicted from the memory bandwidth of the topology.
     axis_name: As for `plan`.
     profile: As for `plan`.
     trace: As for `plan`.
@@ -189,11 +189,11 @@ def utility(
         "`backward_seconds` must not exceed `compute_seconds`, got"
         f" {backward_s} and {compute_s}."
       )
-  measured = dict(local_seconds or {})
-  plan_model.check_names(
-    "local_seconds", measured, list(map(str, compressors)), "compressors"
+  question = dataclasses.replace(
+    question,
+    compressors=compressors,
+    local_seconds=plan_model.measured(local_seconds, compressors),
   )
-  question = dataclasses.replace(question, compressors=compressors)
   model = _Model(question, compute_s, backward_s)
   plain_s, plain_bytes = model.pmean()
   found = [("pmean", plain_s, plain_bytes)]
@@ -201,9 +201,8 @@ def utility(
   if model.tables:
     found.append(("zen_sync", *model.zen_sync()))
   for compressor in compressors:
-    name = str(compressor)
-    if way := model.compressed(compressor, measured.get(name)):
-      found.append((name, *way))
+    if way := model.compressed(compressor):
+      found.append((str(compressor), *way))
   return Utility(
     ways=tuple(
       UtilityWay(name=n, seconds=s, gain=1 - s / plain_s, wire_bytes=b)
@@ -250,9 +249,7 @@ class _Model:
     rows = self._rows()
     return dense_s + choice.seconds(rows), received + _received(rows)
 
-  def compressed(
-    self, compressor: Compressor, local_s: float | None
-  ) -> tuple[float, float] | None:
+  def compressed(self, compressor: Compressor) -> tuple[float, float] | None:
     """Sends rows of tables, and compresses dense gradients, if any is large."""
     way = PMEAN._replace(compressor=str(compressor))
     both = zip(self.question.gradients, self.ways)
@@ -260,10 +257,9 @@ class _Model:
     if not mine:
       return None
     rest = [x for x in self.dense if x not in mine]
-    shapes = [x.shape for x in mine]
     parts = [
       self._sum(_bytes(rest)),
-      plan_model.compressed(self.cost, compressor, shapes, local_s),
+      plan_model.compressed(self.question, compressor, mine),
     ]
     rows = self._rows()
     seconds = choice.seconds(rows) + sum(x.seconds for x in parts)

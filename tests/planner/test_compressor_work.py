@@ -1,0 +1,102 @@
+"""Measured times of compressors, and plans that use them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import runners
+
+import zenjax
+from zenjax import compress
+from zenjax import planner
+
+LAYERS = {"a": (512, 512), "b": (512, 256), "bias": (512,)}
+BOTH = [compress.LowBit(8), compress.ExDyna(0.01)]
+
+
+def grads(params):
+  return jnp.float32(0), params
+
+
+def shapes(layers):
+  return {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in layers.items()}
+
+
+def planned(**options) -> planner.Plan:
+  return planner.plan(
+    grads,
+    shapes(LAYERS),
+    topology=planner.Topology.network("1 Gbit/s", 4),
+    allow=BOTH,
+    **options,
+  )
+
+
+def test_each_compressor_that_fits_is_timed():
+  times_of = lambda layers: planner.measure_compressors(
+    grads,
+    shapes(layers),
+    compressors=BOTH,
+    mesh=runners.mesh(2),
+    repeats=1,
+  )
+  found = times_of(LAYERS)
+  assert list(found) == [str(x) for x in BOTH]
+  assert all(0 < seconds < 10 for seconds in found.values())
+  # ExDyna needs more blocks.
+  assert list(times_of({"small": (160, 128)})) == ["LowBit(8)"]
+
+
+def test_tables_are_not_compressed():
+  loss = lambda params, ids: jnp.sum(params["t"][ids] ** 2)
+  found = planner.measure_compressors(
+    zenjax.value_and_grad(loss),
+    shapes({"t": (5000, 64)}),
+    jnp.zeros(8, jnp.int32),
+    compressors=BOTH,
+    mesh=runners.mesh(2),
+    repeats=1,
+  )
+  assert not found
+
+
+def test_plans_take_what_was_measured():
+  fast, slow = (str(x) for x in BOTH)
+  chosen = {x.name: x for x in planned(local_seconds={fast: 3e-4}).leaves}
+  assert chosen["a"].choice == chosen["b"].choice == slow
+  exchange = chosen["a"].seconds
+  plan = planned(local_seconds={slow: 3.0})
+  chosen = {x.name: x for x in plan.leaves}
+  assert chosen["a"].choice == chosen["b"].choice == fast
+  # Each layer takes its share of the elements.
+  ways = dict(chosen["a"].others)
+  assert ways[slow] == pytest.approx(exchange + 3.0 * 2 / 3)
+  assert chosen["bias"].choice == "pmean"
+
+
+@pytest.mark.parametrize(
+  ("call", "words"),
+  [
+    (lambda: planned(local_seconds={"Sign()": 1.0}), "`local_seconds`.*Sign"),
+    (
+      lambda: planner.measure_compressors(
+        grads, shapes(LAYERS), compressors=BOTH, repeats=0
+      ),
+      "`repeats` must be a positive",
+    ),
+    (
+      lambda: planner.measure_compressors(
+        grads, shapes(LAYERS), compressors=_any(["int8"])
+      ),
+      "`compressors` must be",
+    ),
+  ],
+)
+def test_refused(call, words):
+  with pytest.raises((TypeError, ValueError), match=words):
+    call()
+
+
+def _any(x: Any) -> Any:
+  return x
