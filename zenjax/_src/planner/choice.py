@@ -22,7 +22,7 @@ _Way = TypeVar("_Way")
 
 # Predictions have errors. A way replaces the dense sum only if its predicted
 # time is less than this part of the dense sum's.
-_MARGIN = 1 - plans.ERROR
+MARGIN = 1 - plans.ERROR
 
 
 def seconds(predictions: Iterable[Prediction]) -> float:
@@ -41,8 +41,8 @@ def _raised(prediction: Prediction) -> Prediction:
     return prediction
   return dataclasses.replace(
     prediction,
-    seconds=prediction.seconds / _MARGIN,
-    once_s=prediction.once_s / _MARGIN,
+    seconds=prediction.seconds / MARGIN,
+    once_s=prediction.once_s / MARGIN,
   )
 
 
@@ -136,10 +136,10 @@ def reason(
   second = min(times, key=lambda way: times[way])
   ratio = times[second] / max(ways[chosen].seconds, 1e-12)
   text = f"{in_words(second)} takes {ratio:.3g}x as long"
-  if _MARGIN <= ratio < 1 / _MARGIN:
+  if MARGIN <= ratio < 1 / MARGIN:
     return f"{text}, within the error of predictions"
   if ratio >= 1:
     return text
   if ways[chosen].exchange != DENSE:
     return f"{text} by itself, but cannot share an exchange with the others"
-  return f"{text} in an exchange of its own"
+  return f"{text} by itself"

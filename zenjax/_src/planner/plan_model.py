@@ -28,6 +28,7 @@ from zenjax._src.machine.cost import Way
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import choice
 from zenjax._src.planner import recorded_runs
+from zenjax._src.planner import timeline
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.schemes.base import Context
@@ -165,7 +166,9 @@ def plan(
     trace: A directory that `zenjax.planner.record` wrote, instead of `profile`.
     compute_seconds: Time of a step on one device without any exchange. Measure
       it with `jax.lax.optimization_barrier(grads)` in place of the exchange, to
-      keep XLA from fusing gradient and optimizer.
+      keep XLA from fusing gradient and optimizer. Two thirds of it are taken as
+      the backward pass, with which plain all-reduces of dense gradients
+      overlap. If you leave it out, only exchanges are compared.
     allow: What gradients may lose, nothing by default. A dtype, such as
       `"bfloat16"` or `"int8"`, lets rows of tables and gradients of dense
       layers be rounded to it, where that is faster. A compressor, such as
@@ -410,6 +413,11 @@ def answer(question: Question) -> Plan:
   ]
   chosen = choice.choose(possible)
   assert chosen is not None  # Memory has no limit here.
+  # The choice assumes that nothing overlaps. Plain all-reduces do.
+  plain = [PMEAN if way.compressor else way for way in chosen]
+  seconds = [_step_s(question, predicted, ways) for ways in (plain, chosen)]
+  if seconds[1] >= seconds[0] * choice.MARGIN:
+    chosen = plain
   return planned(question, predicted, chosen)
 
 
@@ -429,8 +437,10 @@ def planned(
       rows = float(profile.rows)
       union = profile.union_of(question.topology.devices)
       union = float(min(union, gradient.table.num_rows))
-    elif reason:
+    elif reason and gradient.is_table:
       reason += ", densities assumed"
+    elif reason.endswith("by itself") and question.compute_seconds:
+      reason += ", but not during the backward pass"
     leaves.append(
       LeafPlan(
         name=gradient.name,
@@ -456,18 +466,32 @@ def planned(
         reason=reason,
       )
     )
-  step_s = lambda ways: (
-    question.compute_seconds
-    + choice.seconds([of_leaf[way] for of_leaf, way in zip(predicted, ways)])
-  )
+  pmean = [PMEAN] * len(predicted)
   return Plan(
     leaves=tuple(leaves),
     mesh=tuple(zip(question.axes, question.topology.sizes)),
     machine=question.topology.name,
     compute_seconds=question.compute_seconds,
-    seconds=step_s(chosen),
-    dense_seconds=step_s([PMEAN] * len(predicted)),
+    seconds=_step_s(question, predicted, chosen),
+    dense_seconds=_step_s(question, predicted, pmean),
   )
+
+
+def _step_s(
+  question: Question,
+  predicted: Sequence[Mapping[Way, Prediction]],
+  ways: Sequence[Way],
+) -> float:
+  """Predicts a step in which each gradient is sent in its way."""
+  computed_s, nbytes, others = question.compute_seconds, 0, []
+  for gradient, of_leaf, way in zip(question.gradients, predicted, ways):
+    if way == PMEAN and computed_s and not gradient.is_table:
+      nbytes += math.prod(gradient.shape) * max(gradient.dtype.itemsize, 4)
+    else:
+      others.append(of_leaf[way])
+  backward_s = timeline.BACKWARD * computed_s
+  first = timeline.computed(question.model, nbytes, computed_s, backward_s)
+  return first + choice.seconds(others)
 
 
 def predictions(question: Question) -> list[dict[Way, Prediction]]:

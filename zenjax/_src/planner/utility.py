@@ -19,16 +19,11 @@ from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import choice
 from zenjax._src.planner import plan_model
+from zenjax._src.planner import timeline
 from zenjax._src.planner.plan_model import Gradient
 from zenjax._src.planner.plan_model import Question
-from zenjax._src.schemes.base import Message
 from zenjax._src.sync import plans
 
-# Buckets that are all-reduced while backward still runs, as in torch's DDP, and
-# how much they slow it down: the paper measured 1.04 to 1.1.
-_BUCKET_BYTES = 25 * 2**20
-_CONTENTION = 1.07
-_BACKWARD = 2 / 3  # part of the time to compute a step
 _COMPRESSORS = (LowBit(8), LowBit(4), Sign(), PowerSGD(4))
 
 
@@ -122,11 +117,12 @@ def utility(
 ) -> Utility:
   """Predicts whether compressed gradients would shorten a step at all.
 
-  Ask it before you compress. `plan` compares exchanges one after the other.
-  This function also knows that a plain `pmean` overlaps with the backward pass:
+  Ask it before you compress. A plain `pmean` overlaps with the backward pass:
   dense gradients are all-reduced in buckets while others are still computed,
   and only the last bucket is waited for. Compressors start when all gradients
-  are there. On fast links that is often slower, although it sends less.
+  are there. On fast links that is often slower, although it sends less. `plan`
+  predicts steps in the same way, and chooses for each gradient. This function
+  compares one compressor for all dense gradients with another.
 
   Gradients of tables are complete at the end of the backward pass. `pmean`
   waits for them, all other ways send their rows by `zen_sync`.
@@ -181,7 +177,7 @@ def utility(
   )
   compressors = plan_model.compressors_of(compressors)
   compute_s = _positive("compute_seconds", compute_seconds)
-  backward_s = compute_s * _BACKWARD
+  backward_s = compute_s * timeline.BACKWARD
   if backward_seconds is not None:
     backward_s = _positive("backward_seconds", backward_seconds)
     if backward_s > compute_s:
@@ -258,7 +254,7 @@ class _Model:
       return None
     rest = [x for x in self.dense if x not in mine]
     parts = [
-      self._sum(_bytes(rest)),
+      timeline.all_reduced(self.cost, _bytes(rest)),
       plan_model.compressed(self.question, compressor, mine),
     ]
     rows = self._rows()
@@ -267,28 +263,20 @@ class _Model:
 
   def needed_ratio(self) -> float:
     """How many times fewer bytes the backward pass could hide."""
-    wire = self._sum(_bytes(self.dense))
+    wire = timeline.all_reduced(self.cost, _bytes(self.dense))
     return (wire.seconds - wire.once_s) / self.backward_s
 
   def _rows(self) -> list[Prediction]:
     chosen = choice.choose(self.tables) or []
     return [ways[way] for ways, way in zip(self.tables, chosen)]
 
-  def _sum(self, size: float) -> Prediction:
-    message = Message("all_reduce", self.question.axes, size / 4)
-    return self.cost.of_messages(PMEAN.scheme, [message] if size else [])
-
   def _overlapped(self, part: float) -> tuple[float, float]:
     """A step whose dense gradients are all-reduced during backward."""
     size = part * _bytes(self.dense)
-    if not size or self.question.topology.devices == 1:
-      return self.compute_s, 0.0
-    count = math.ceil(size / _BUCKET_BYTES)
-    before = (count - 1) * self._sum(_BUCKET_BYTES).seconds
-    last = self._sum(size - (count - 1) * _BUCKET_BYTES).seconds
-    backward_s = max(_CONTENTION * self.backward_s, before)
-    forward_s = self.compute_s - self.backward_s
-    return forward_s + backward_s + last, self._sum(size).received
+    seconds = timeline.computed(
+      self.cost, size, self.compute_s, self.backward_s
+    )
+    return seconds, timeline.all_reduced(self.cost, size).received
 
 
 def _bytes(gradients: Sequence[Gradient]) -> float:
