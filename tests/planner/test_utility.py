@@ -196,12 +196,31 @@ def test_prints_a_table():
   assert "times fewer bytes" in lines[-1]
 
 
+def results_of(name):
+  """Results by name, and the median seconds of each."""
+  path = pathlib.Path(__file__).parents[2] / "benchmarks/results"
+  found = json.loads((path / f"{name}.json").read_text("utf-8"))["results"]
+  results = {x["name"]: x for x in found}
+  return results, {
+    k: statistics.median(x["times_s"]) for k, x in results.items()
+  }
+
+
+@pytest.mark.parametrize("rate", ["200mbit", "1gbit"])
+def test_plans_were_near_what_was_measured(rate):
+  """Four processes on two cores, with times of compressors measured there."""
+  results, measured = results_of(f"compressed-4-{rate}")
+  none = measured.pop("none")
+  errors = [
+    abs((none + results[name]["facts"]["planned_s"]) / seconds - 1)
+    for name, seconds in measured.items()
+  ]
+  assert statistics.median(errors) < 0.17 and max(errors) < 1 / 3
+
+
 def test_predictions_are_near_what_was_measured():
   """Four processes on one H200, joined by links of 1 Gbit/s."""
-  path = pathlib.Path(__file__).parents[2] / "benchmarks/results"
-  file = path / "gpu-compressed-4-1gbit.json"
-  results = json.loads(file.read_text("utf-8"))["results"]
-  measured = {x["name"]: statistics.median(x["times_s"]) for x in results}
+  _, measured = results_of("gpu-compressed-4-1gbit")
   found = dense([shape(2048, 2048)] * 6)(
     topology=Topology.network("1 Gbit/s", 4, machine="h200"),
     compute_seconds=measured["none"],
