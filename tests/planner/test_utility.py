@@ -152,20 +152,20 @@ def test_a_plan_has_the_same_timeline():
   """A compressor that saves time by itself, but not during backward."""
   params = [shape(4096, 4096)] * 6 + [shape(4096)]
   grads = jax.value_and_grad(lambda p: sum(jnp.sum(x) for x in p))
-  options = {"topology": Topology.network("25 Gbit/s", 16, machine="h100")}
+  topology = Topology.network("25 Gbit/s", 16, machine="h100")
   ask = lambda **more: zenjax.planner.plan(
-    grads, params, allow="int8", **options, **more
+    grads, params, allow="int8", topology=topology, **more
   )
   assert ask().leaves[0].choice == "LowBit(8)"
   found = ask(compute_seconds=1.0)
   assert not found.pays and found.seconds == found.dense_seconds
   assert "not during the backward pass" in found.leaves[0].reason
-  want = utility(grads, params, **options, compute_seconds=1.0)
+  want = utility(grads, params, topology=topology, compute_seconds=1.0)
   assert found.dense_seconds == pytest.approx(want.ways[0].seconds)
   short = ask(compute_seconds=0.01)
   assert short.leaves[0].choice == "LowBit(8)"
   assert short.leaves[-1].choice == "pmean"
-  want = utility(grads, params, **options, compute_seconds=0.01)
+  want = utility(grads, params, topology=topology, compute_seconds=0.01)
   eight = seconds(want)["LowBit(8)"]
   assert short.seconds == pytest.approx(eight, rel=0.02)
 
