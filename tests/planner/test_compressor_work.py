@@ -80,6 +80,10 @@ def test_plans_take_what_was_measured():
   [
     (lambda: planned(local_seconds={"Sign()": 1.0}), "`local_seconds`.*Sign"),
     (
+      lambda: planned(local_seconds={"LowBit(8)": float("nan")}),
+      "must be a finite time of 0 or more, got nan",
+    ),
+    (
       lambda: planner.measure_compressors(
         grads, shapes(LAYERS), compressors=BOTH, repeats=0
       ),

@@ -53,5 +53,5 @@ def named(name: str, given: str = "`compressor` of a plan") -> Compressor:
   except (AssertionError, KeyError, SyntaxError, TypeError, ValueError) as e:
     raise ValueError(
       f"{given} must be the name of a compressor, such as 'LowBit(4)', got"
-      f" {name!r}. Known are {sorted(KINDS)}."
+      f" {name!r} ({e}). Known are {sorted(KINDS)}."
     ) from e

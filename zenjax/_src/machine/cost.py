@@ -206,7 +206,7 @@ class CostModel:
         local_s += moved * work.mask_byte
         continue
       # The column blocks of a summed row are joined and written as one row.
-      joined = way.column_groups if message.op == "all_gather" else 1
+      joined = g if message.op == "all_gather" else 1
       rows = moved / (block_bytes * joined)
       local_s += moved * work.move_byte + rows * work.move_row
     return self.of_messages(
@@ -232,15 +232,10 @@ def _phases(
     part = message.words * 4.0
     if fast and message.op == "all_to_all":
       inside, n = 1, devices_of(message, context)
-      for axis in fast:
-        yield (
-          axis,
-          message.op,
-          sizes[axis],
-          (sizes[axis] - 1) * inside * part / n,
-        )
+      for axis in (*fast, slowest):
+        others = (sizes[axis] - 1) * inside
+        yield axis, message.op, others + 1, others * part / n
         inside *= sizes[axis]
-      yield slowest, message.op, n - inside + 1, (n - inside) * part / n
     elif not fast or message.op not in ("all_reduce", "all_gather"):
       received = float(received_bytes([message], context))
       yield message.axes[0], message.op, devices_of(message, context), received

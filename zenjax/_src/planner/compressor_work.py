@@ -29,7 +29,9 @@ def measure_compressors(
   Use it if you have the machine that you plan for. Pass the result as
   `local_seconds=` to `planner.plan` or `planner.utility`, which otherwise
   assume that all compressors take equally long. Gradients are random numbers of
-  the same shapes. In a program of several processes, call it in all of them.
+  the same shapes. A device compresses by itself, so work that grows with the
+  number of devices is left out: `TopK` and `Threshold` add up what all devices
+  send. In a program of several processes, call it in all of them.
 
   Args:
     value_and_grad: As for `planner.plan`.
@@ -85,7 +87,7 @@ def _program(
 
   def draw():
     return {
-      name: jax.random.normal(jax.random.fold_in(key, i), shape)
+      name: jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32)
       for i, (name, shape) in enumerate(shapes.items())
     }
 

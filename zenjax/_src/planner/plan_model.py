@@ -71,6 +71,11 @@ class Gradient(NamedTuple):
     return not self.is_table and leaf_util.is_table(self._leaf, "element")
 
   @property
+  def dense_bytes(self) -> int:
+    """Bytes in an all-reduce, where narrow floats are summed in float32."""
+    return math.prod(self.shape) * max(self.dtype.itemsize, 4)
+
+  @property
   def _leaf(self) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
@@ -382,7 +387,16 @@ def measured(
   seconds: Mapping[str, float] | None, compressors: Sequence[Compressor]
 ) -> Mapping[str, float]:
   """Returns times by compressor; raises ValueError for other names."""
-  known = dict(seconds or {})
+  known = {
+    name: arguments.number(f"local_seconds[{name!r}]", x)
+    for name, x in dict(seconds or {}).items()
+  }
+  for name, x in known.items():
+    if not 0 <= x < math.inf:
+      raise ValueError(
+        f"`local_seconds[{name!r}]` must be a finite time of 0 or more, got"
+        f" {x!r}."
+      )
   check_names(
     "local_seconds", known, list(map(str, compressors)), "compressors"
   )
@@ -414,7 +428,10 @@ def answer(question: Question) -> Plan:
   chosen = choice.choose(possible)
   assert chosen is not None  # Memory has no limit here.
   # The choice assumes that nothing overlaps. Plain all-reduces do.
-  plain = [PMEAN if way.compressor else way for way in chosen]
+  plain = [
+    PMEAN if way.compressor and PMEAN in ways else way
+    for way, ways in zip(chosen, possible)
+  ]
   seconds = [_step_s(question, predicted, ways) for ways in (plain, chosen)]
   if seconds[1] >= seconds[0] * choice.MARGIN:
     chosen = plain
@@ -439,7 +456,7 @@ def planned(
       union = float(min(union, gradient.table.num_rows))
     elif reason and gradient.is_table:
       reason += ", densities assumed"
-    elif reason.endswith("by itself") and question.compute_seconds:
+    if reason.endswith("by itself") and question.compute_seconds:
       reason += ", but not during the backward pass"
     leaves.append(
       LeafPlan(
@@ -483,10 +500,12 @@ def _step_s(
   ways: Sequence[Way],
 ) -> float:
   """Predicts a step in which each gradient is sent in its way."""
-  computed_s, nbytes, others = question.compute_seconds, 0, []
+  computed_s = question.compute_seconds
+  overlap = computed_s and not any(way.compressor for way in ways)
+  nbytes, others = 0, []
   for gradient, of_leaf, way in zip(question.gradients, predicted, ways):
-    if way == PMEAN and computed_s and not gradient.is_table:
-      nbytes += math.prod(gradient.shape) * max(gradient.dtype.itemsize, 4)
+    if overlap and way == PMEAN and not gradient.is_table:
+      nbytes += gradient.dense_bytes
     else:
       others.append(of_leaf[way])
   backward_s = timeline.BACKWARD * computed_s

@@ -280,7 +280,7 @@ class _Model:
 
 
 def _bytes(gradients: Sequence[Gradient]) -> float:
-  return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in gradients))
+  return float(sum(x.dense_bytes for x in gradients))
 
 
 def _received(predictions: Sequence[Prediction]) -> float:

@@ -30,6 +30,8 @@ _PERCENTILES = (50, 75, 90, 95, 100)
 _MARGIN = 1.03
 # The latency of a round, expressed as bytes sent to each device.
 _ROUND_BYTES = 32 << 10
+# The schemes that `tune` takes in place of zen.
+_CHOSEN = ("all_gather", "recursive_doubling")
 # Over two levels a round has five collectives instead of two.
 _OF_LEVELS = 2.5
 # A smaller gain does not justify another compilation.
@@ -176,7 +178,8 @@ def changes(node: ZenSyncState, link: Link | None) -> Iterator[Change]:
       continue
     # A scheme that the user chose stays. `sharded_optimizer` needs zen.
     scheme = sync_state.SCHEMES[sizes.scheme]
-    stays = node.owners or (scheme != "zen" and name not in tuned)
+    chosen_here = name in tuned and scheme in _CHOSEN
+    stays = node.owners or (scheme != "zen" and not chosen_here)
     change = None
     if link is not None and not stays:
       change = _by_time(name, leaf, link)
@@ -214,7 +217,7 @@ def _by_counts(
   # SparseRows have no dense path within a step. Rows to one owner:
   dense_rows = 2 * sizes.num_rows / sizes.row_groups
   most = SPARSE[scheme].break_even * dense_rows
-  if scheme in ("zen", "flat") and rows > most and not stays:
+  if scheme == "zen" and rows > most and not stays:
     return Change(name, LeafChoice("dense"), rows_now / dense_rows)
   if cost_now < _LEAST_GAIN * cost(size):
     return None
@@ -226,7 +229,7 @@ def _round_bytes(
 ) -> float:
   """Returns the cost of a round besides its buffers, in bytes."""
   nbytes = _ROUND_BYTES
-  if sizes.row_groups * sizes.column_groups < sizes.devices:
+  if 1 < sizes.row_groups * sizes.column_groups < sizes.devices:
     nbytes *= _OF_LEVELS
   dense = scheme == "dense_inside"  # Each round sums the whole table.
   return nbytes + dense * sizes.num_rows * row_bytes

@@ -124,12 +124,15 @@ class Scheme(abc.ABC):
     break_even: The scheme pays up to this part of the bytes of a dense
       exchange. It is less than 1 because packing and merging are local work
       that a dense sum does not have.
+    dense_push: Whether each push sums whole tables. Buffers then hold all rows
+      until you give sizes or call `zenjax.tune`, to have one push.
   """
 
   name: str
   contiguous: bool = False
   unit: int | None = None
   break_even: float = 0.5
+  dense_push: bool = False
 
   @abc.abstractmethod
   def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:

@@ -103,7 +103,7 @@ class SplitDenseGather(SplitAllGather):
     row = plan.row_wire.nbytes
     slow = []
     if len(context.axes) > 1:
-      slow = hierarchy.expected_messages(plan, context, pull)
+      slow = hierarchy.expected_messages(plan, context, push, pull)
     return [
       Message("all_to_all", axes, n * push * (row + 4.0) / 4),
       *slow,

@@ -37,14 +37,15 @@ class DenseInside(Zen):
   together.
 
       bytes along the fastest axis = (m - 1) / m * (1 + dn) * R * D * size
-      bytes along the others = (h - 1) / h * (u * h + dn) / m * R * D * size
+      bytes along the others = (h - 1) / h * (u + dn) / m * R * D * size
 
-  Every round repeats the dense push, so `zenjax.tune` makes buffers large
-  enough for one.
+  Every round repeats the dense push. So the first buffers hold all rows, and
+  `zenjax.tune` keeps them large enough for one round.
   """
 
   name: str = "dense_inside"
   break_even: float = 1.0  # The dense push counts, although its links are fast.
+  dense_push: bool = True
 
   def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
     del column_groups

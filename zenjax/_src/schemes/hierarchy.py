@@ -100,17 +100,24 @@ def messages(
 
 
 def expected_messages(
-  plan: ExchangePlan, context: Context, rows: jax.Array | float
+  plan: ExchangePlan,
+  context: Context,
+  push: jax.Array | float,
+  pull: jax.Array | float,
 ) -> list[Message]:
-  """Returns the same collectives if the union of a machine has `rows` rows."""
+  """Returns the same collectives, of buffers that are just large enough.
+
+  Arguments are as for `Scheme.expected_messages`.
+  """
   slow = context.axes[:-1]
   hosts = context.devices // context.sizes[-1]
   wide = collectives.accumulator(plan.table.dtype).itemsize
-  words = rows * (-(-plan.block_width // hosts)) * wide / 4
+  inside = jnp.minimum(pull, push * context.sizes[-1])
+  row_words = -(-plan.block_width // hosts) * wide / 4
   return [
-    Message("all_gather", slow, jnp.minimum(rows, plan.layout.words)),
-    Message("all_to_all", slow, hosts * words),
-    Message("all_gather", slow, words),
+    Message("all_gather", slow, jnp.minimum(inside, plan.layout.words)),
+    Message("all_to_all", slow, hosts * inside * row_words),
+    Message("all_gather", slow, pull * row_words),
   ]
 
 

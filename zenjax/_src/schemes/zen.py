@@ -236,7 +236,7 @@ class Zen(Scheme):
     pull_index = 0 if plan.layout.groups == 1 else 4 / plan.column_groups
     slow = []
     if level != context:
-      slow = hierarchy.expected_messages(plan, context, pull)
+      slow = hierarchy.expected_messages(plan, context, push, pull)
     return [
       Message(
         "all_to_all", level.axes, level.devices * push * (block + 4.0) / 4

@@ -197,6 +197,8 @@ def _is_dense(
   pull = jnp.max(union + to_come)
   expected = scheme.expected_messages(plan, context, push, pull)
   nbytes = base.received_bytes(expected, context)
+  if scheme.dense_push:
+    nbytes *= jnp.ceil(pull / plan.pull)
   limit = scheme.break_even * base.dense_bytes(plan.table, context.devices)
   return jnp.any(tally.limit < plan.layout.slots) & (nbytes > limit)
 

@@ -16,6 +16,7 @@ from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax._src.schemes.buffer_sizes import Table
 from zenjax._src.schemes.registry import DENSE
+from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync.plans import require_mesh
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import LeafChoice
@@ -73,11 +74,13 @@ def choose(
       f" divide the {context.sizes[-1]} devices along {context.axes[-1]!r}."
       " Give a divisor, or 'hash'."
     )
-  sent = table.row_wire(choice.column_groups)
+  scheme = SPARSE[choice.scheme]
+  _, groups = scheme.groups(context.sizes, choice.column_groups)
+  sent = table.row_wire(groups)
   if sent.scaled and sent.nbytes >= sent.columns * table.dtype.itemsize:
     raise ValueError(
       f"`wire_dtype` {sent.dtype} needs a scale of 4 bytes for each column"
-      f" group of a row. Leaf {table.name!r} has {choice.column_groups} groups"
+      f" group of a row. Leaf {table.name!r} has {groups} groups"
       f" of {sent.columns} columns, which makes them no shorter. Give"
       " partition='hash', or leave `wire_dtype` out."
     )
@@ -120,6 +123,10 @@ def plans(
   for members in groups.values():
     first = choices[members[0]]
     sizes = [choices[i].capacities for i in members]
+    pinned = first.capacities and Capacity(*map(sum, zip(*sizes)))
+    if scheme.dense_push and not pinned:
+      rows = sum([tables[i].num_rows for i in members])
+      pinned = Capacity(rows, rows)
     row_groups, column_groups = scheme.groups(
       context.sizes, first.column_groups
     )
@@ -128,7 +135,7 @@ def plans(
       groups=row_groups,
       column_groups=column_groups,
       devices=context.devices,
-      pinned=first.capacities and Capacity(*map(sum, zip(*sizes))),
+      pinned=pinned,
       seed=options.hash_seed,
       hash_offset=hash_offset,
       contiguous=scheme.contiguous,
