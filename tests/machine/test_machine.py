@@ -111,10 +111,16 @@ def test_json_there_and_back(tmp_path):
   assert hash(Topology.load(path)) == hash(POD) != hash(POD.with_hosts(2))
 
 
+def test_other_files_are_refused():
+  with pytest.raises(ValueError, match="lacks 'version'.*another kind of file"):
+    Topology.from_json("{}")
+
+
 @pytest.mark.parametrize(
   ("change", "words"),
   [
     ({"version": 1}, ["version 2", "got 1"]),
+    ({"version": None}, ["version 2", "got None"]),
     ({"sizes": [4, 0]}, ["`sizes[1]`", "positive"]),
     ({"links": [{"bandwidth": 1e9}]}, ["`links[0]`", "latency_s"]),
     ({"memory_bytes": "80 GB"}, ["`memory_bytes`", "a finite number"]),

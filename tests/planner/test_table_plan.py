@@ -372,6 +372,12 @@ def test_refusals():
     plan(forms={"w": DENSE})
   with pytest.raises(ValueError, match="forms"):
     plan(forms={"a": "split"})
+  wrong: dict[str, Any] = {"forms": "sharded", "tx": "adam", "clip_norm": "1"}
+  for name, value in wrong.items():
+    with pytest.raises(TypeError, match=f"`{name}` must"):
+      plan(**{name: value})
+  with pytest.raises(ValueError, match="`clip_norm` must be positive"):
+    plan(clip_norm=-1.0)
   with pytest.raises(ValueError, match="`loss_fn` must use a parameter only"):
     plan_tables(
       lambda p: (p["t"] ** 2).sum(),

@@ -174,6 +174,7 @@ REFUSED = {
     ValueError,
     "2**30 unit=",
   ),
+  "integers": (shaped((40, 4), "int32"), TypeError, "`x` floating psum"),
   "leaves": (update(T, TWO, sparse=True), ValueError, "`state` init"),
   # Axes.
   "unbound": (

@@ -8,6 +8,7 @@ import numbers
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from zenjax._src.core.collectives import Axes
 
@@ -84,8 +85,8 @@ def one_of(name: str, value: Any, known: list[str]) -> str:
 
 
 def is_integer(value: Any) -> bool:
-  """Returns True for Python's integers, but not for bools."""
-  return isinstance(value, int) and not isinstance(value, bool)
+  """Returns True for integers of Python and NumPy, but not for bools."""
+  return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def hash_seed(value: Any, name: str = "hash_seed") -> int:
@@ -211,7 +212,7 @@ def _capacity(value: Any, where: str) -> Capacity:
     )
   if not all(map(is_integer, value)):
     raise TypeError(f"{what} must hold integers, got {value!r}.")
-  push, pull = value
+  push, pull = map(int, value)
   if push < 1 or pull < 1:
     raise ValueError(f"{what} must be positive, got {value!r}.")
   if push > pull:

@@ -100,7 +100,9 @@ def fields(text: str, version: tuple[str, int], source: Source) -> dict:
   if not isinstance(document, dict):
     raise source.broken(f"must be an object, got {document!r:.60}")
   key, wanted = version
-  written = document.pop(key, None)
+  if key not in document:
+    raise source.broken(f"lacks {key!r}, so it is another kind of file")
+  written = document.pop(key)
   if written != wanted:
     raise source.broken(
       f"must have version {wanted}, got {written!r}: another release of zenjax"

@@ -210,7 +210,12 @@ class CostModel:
       rows = moved / (block_bytes * joined)
       local_s += moved * work.move_byte + rows * work.move_row
     return self.of_messages(
-      way.scheme, messages, local_s=local_s, sizes=(push, pull)
+      way.scheme,
+      messages,
+      local_s=local_s,
+      # A dense push copies the table, and cuts it into columns.
+      memory=2.0 * size if scheme.dense_push else None,
+      sizes=(push, pull),
     )
 
 

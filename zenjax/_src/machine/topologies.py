@@ -139,7 +139,7 @@ class Topology(checked_json.Document):
     if (hosts > 1) != (network is not None):
       raise ValueError(
         "`network` must be given if `hosts` is more than 1, and only then, got"
-        f" {hosts=} and {network=}. Give for example network='100gbit'."
+        f" {hosts=} and {network=}. Give both, such as 4 and '100gbit'."
       )
     known = known_machine(machine)
     host = cls(

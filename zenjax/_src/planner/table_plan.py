@@ -280,6 +280,15 @@ def plan_tables(
       "`loss_fn` must be the loss itself, got `zenjax.value_and_grad` of it."
       " Leave `zenjax.value_and_grad` out here."
     )
+  if not isinstance(forms, Mapping | None):
+    raise TypeError(
+      "`forms` must map parameter names to forms, got"
+      f" {forms!r}. Give for example {{'table': 'sharded'}}."
+    )
+  if clip_norm is not None and arguments.number("clip_norm", clip_norm) <= 0:
+    raise ValueError(f"`clip_norm` must be positive, got {clip_norm!r}.")
+  if not isinstance(tx, optax.GradientTransformation):
+    raise TypeError(f"`tx` must be an optax optimizer, got {tx!r}.")
   if memory_bytes is None and isinstance(topology, Topology):
     memory_bytes = topology.memory_bytes and _USABLE * topology.memory_bytes
   question = plan_model.ask(

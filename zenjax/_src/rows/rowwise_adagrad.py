@@ -11,8 +11,9 @@ class RowwiseAdagradState(NamedTuple):
   """State of `rowwise_adagrad`.
 
   Attributes:
-    sum_of_squares: The accumulators, `[R, 1]` for tables. Other parameters have
-      accumulators of their own shape.
+    sum_of_squares: The accumulators, `[R, 1]` for every parameter of two
+      dimensions, and a number for each row of sharded stacks. Other parameters
+      have accumulators of their own shape.
 
   Example:
     >>> import jax.numpy as jnp

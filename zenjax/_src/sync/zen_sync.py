@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from zenjax._src.core import collectives
@@ -217,6 +218,7 @@ def sparse_pmean(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
     or SparseRows, as `output` says.
 
   Raises:
+    TypeError: `x` is not floating.
     ValueError: An option is out of range, or does not fit `x`.
     NameError: The axis is not bound by `shard_map`, `pmap` or `vmap`.
 
@@ -253,6 +255,7 @@ def sparse_psum(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
     or SparseRows, as `output` says.
 
   Raises:
+    TypeError: `x` is not floating.
     ValueError: An option is out of range, or does not fit `x`.
     NameError: The axis is not bound by `shard_map`, `pmap` or `vmap`.
 
@@ -271,6 +274,10 @@ def sparse_psum(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
 
 
 def _reduced(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
+  if not jnp.issubdtype(jnp.result_type(x.dtype), jnp.floating):
+    raise TypeError(
+      f"`x` must be floating, got {x.dtype}. Use `jax.lax.psum` or `pmean`."
+    )
   options = sync_options.check(axis_name, sparse=True, mesh=None, **kwargs)
   synced, _ = gradient_tree.sync_tree(x, None, options)
   return synced
