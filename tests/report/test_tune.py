@@ -192,7 +192,9 @@ def test_between_two_devices_rows_have_no_owners():
 
 
 @pytest.mark.parametrize("scheme", ["zen", "dense_inside", "flat"])
-@pytest.mark.parametrize("rows", [1_500, 4_000])
+@pytest.mark.parametrize(
+  "rows", [pytest.param(1_500, marks=pytest.mark.more), 4_000]
+)
 def test_one_round_follows_over_two_levels(scheme, rows):
   """Also if hosts have other rows: a machine has half of the union."""
   axes = ("host", "device")

@@ -24,7 +24,7 @@ COMMANDS = [
   f"network {LOOPBACK} --workloads sweep-0.1 --variants psum zen",
   f"tables {LOOPBACK} --rows 4000 --width 8 --tokens 100 --variants rows",
   f"step {LOOPBACK} --rows 4000 --width 4 --look-ups 64 --variants dense rows",
-  f"sparsified {LOOPBACK} --width 110 --batch 8 --variants pmean exdyna",
+  f"sparsified {LOOPBACK} --width 130 --batch 8 --variants pmean int8",
 ]
 
 
