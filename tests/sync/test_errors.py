@@ -161,7 +161,7 @@ REFUSED = {
     "`plan` Plan.from_json",
   ),
   # Leaves.
-  "integers": (shaped((40, 4), "int32"), TypeError, "int32"),
+  "integers": (shaped((40, 4), "int32"), TypeError, "`x` int32 psum"),
   "complex": (shaped((40, 4), "complex64"), TypeError, "complex64"),
   "chosen": (
     update({"ids": jnp.zeros((40, 4), bool)}, sparse=True),
@@ -174,7 +174,6 @@ REFUSED = {
     ValueError,
     "2**30 unit=",
   ),
-  "integers": (shaped((40, 4), "int32"), TypeError, "`x` floating psum"),
   "leaves": (update(T, TWO, sparse=True), ValueError, "`state` init"),
   # Axes.
   "unbound": (
