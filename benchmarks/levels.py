@@ -1,13 +1,13 @@
-"""Times schemes between hosts of two devices each, beside predictions.
+"""Times schemes between hosts of two devices, and compares predictions.
 
   python -m benchmarks.testbed --hosts 2 --rate 1gbit -- \\
     python -m benchmarks.levels --json levels.json
 
-Each host is a process with two devices, so links within it are memory, and
-links between hosts are slow. A step adds the rows of a batch into an array, the
-gradient, and averages it over all devices. Links are measured, and counts of
-the warm-up steps tell the planner how dense gradients are. The table shows what
-it would choose, and what each scheme took.
+Each host is a process with two devices. Links between hosts are slow, and links
+within a host cost only the time of its cores. A step adds the rows of a batch
+into an array, the gradient, and averages it over all devices. Links are
+measured, and counts of the warm-up steps tell the planner how dense gradients
+are. The table shows what it would choose, and what each scheme took.
 """
 
 import argparse

@@ -113,7 +113,7 @@ def test_it_is_its_model(name, axes):
   sizes = AXES[axes]
   row, n = models.ROWS[name], int(np.prod(sizes))
   model = row.model(sizes)
-  # Votes have no size, so that a sum of them is no multiple.
+  # A sum of votes is not the mean times the devices: a vote has no size.
   adds = axes == "4x2" and name != "vote"
   state, run = program(name, sizes, **({"op": "sum"} if adds else {}))
   sums, before = zeros(row.shapes), runners.to_host(state)

@@ -62,12 +62,12 @@ class Gradient(NamedTuple):
 
   @property
   def is_table(self) -> bool:
-    """Whether rows of it may be sent."""
+    """True for tables, whose rows may be sent."""
     return self.look_ups is not None or leaf_util.is_table(self._leaf)
 
   @property
   def may_be_compressed(self) -> bool:
-    """Whether it is dense, and large enough for compressors."""
+    """True for large gradients of dense layers."""
     return not self.is_table and leaf_util.is_table(self._leaf, "element")
 
   @property
@@ -456,8 +456,9 @@ def planned(
       union = float(min(union, gradient.table.num_rows))
     elif reason and gradient.is_table:
       reason += ", densities assumed"
-    if reason.endswith("by itself") and question.compute_seconds:
-      reason += ", but not during the backward pass"
+    if way == PMEAN and gradient.may_be_compressed and question.compute_seconds:
+      if reason.endswith("by itself"):
+        reason += ", but not during the backward pass"
     leaves.append(
       LeafPlan(
         name=gradient.name,
@@ -545,7 +546,7 @@ def predictions(question: Question) -> list[dict[Way, Prediction]]:
 def fitting(
   compressor: Compressor, gradients: Iterable[Gradient], context: Context
 ) -> list[Gradient]:
-  """Returns the gradients that are large enough for a compressor's rule."""
+  """Returns the gradients that a compressor can take."""
   return [
     x
     for x in gradients

@@ -216,9 +216,9 @@ def _by_counts(
   rows = _rows(needs, size)
   # SparseRows have no dense path within a step. Rows to one owner:
   dense_rows = 2 * sizes.num_rows / sizes.row_groups
-  most = SPARSE[scheme].break_even * dense_rows
-  if scheme == "zen" and rows > most and not stays:
-    return Change(name, LeafChoice("dense"), rows_now / dense_rows)
+  if scheme == "zen" and rows > SPARSE["zen"].break_even * dense_rows:
+    if not stays:
+      return Change(name, LeafChoice("dense"), rows_now / dense_rows)
   if cost_now < _LEAST_GAIN * cost(size):
     return None
   return Change(name, LeafChoice(scheme, size), rows_now / rows)
@@ -231,8 +231,9 @@ def _round_bytes(
   nbytes = _ROUND_BYTES
   if 1 < sizes.row_groups * sizes.column_groups < sizes.devices:
     nbytes *= _OF_LEVELS
-  dense = scheme == "dense_inside"  # Each round sums the whole table.
-  return nbytes + dense * sizes.num_rows * row_bytes
+  if SPARSE[scheme].dense_push:  # Each round sums the whole table.
+    nbytes += sizes.num_rows * row_bytes
+  return nbytes
 
 
 def _cheapest(

@@ -20,7 +20,7 @@ Wang et al., OSDI 2025). Two things differ from the paper: the hash is a
 bijection instead of stored index sets, and column groups are new.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import math
 from typing import NamedTuple
@@ -100,10 +100,7 @@ def _shared_ids(plan: ExchangePlan, room: int) -> int:
 
 
 def pull_sections(
-  sums: Sums,
-  plan: ExchangePlan,
-  axes: Axes,
-  scaled: Callable[[jax.Array], jax.Array],
+  sums: Sums, plan: ExchangePlan, context: Context, axes: Axes
 ) -> Sections:
   """Returns the sections to send to all devices along `axes`."""
   union, g = sums.union, plan.column_groups
@@ -115,7 +112,7 @@ def pull_sections(
     share = lax.axis_index(axes) % g
     ids = jnp.pad(ids, ((0, 0), (0, length * g - ids.shape[1])))
     ids = lax.dynamic_slice_in_dim(ids, share * length, length, axis=1)
-  values = scaled(union.rows).astype(plan.table.dtype)
+  values = context.scaled(union.rows).astype(plan.table.dtype)
   values = plan.row_wire.encode(values)
   return Sections(counts_of(sums)[None], ids, values[None])
 
@@ -189,7 +186,7 @@ class Zen(Scheme):
     axes = self.level(context).axes
     with jax.named_scope("zen/pull"):
       sections = [
-        pull_sections(own, plan, axes, context.scaled)
+        pull_sections(own, plan, context, axes)
         for own, plan in zip(sums, plans)
       ]
       came = wire.send(sections, collectives.all_gather, axes)
