@@ -182,6 +182,26 @@ def test_row_gradients_of_most_rows_become_dense():
   np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+def test_a_scheme_that_you_chose_stays():
+  """Also for rows that would cost less as an array, and when tuned again."""
+  tx = zen(sparse=True, scheme="flat")
+  rng = np.random.default_rng(0)
+  ids = np.stack([rng.permutation(4_000)[:2_200] for _ in range(N)])
+  values = jnp.ones((2_200, WIDTH))
+
+  def update(ids, state):
+    return tx.update(zenjax.SparseRows(ids, values, 4_000), state)[1]
+
+  state, sent = tx.init(jnp.zeros((4_000, WIDTH))), []
+  for _ in range(3):
+    step = jax.vmap(update, in_axes=(0, None), axis_name="data")
+    state = jax.jit(step)(jnp.asarray(ids, jnp.int32), state)
+    state = zenjax.tune(jax.tree.map(lambda x: x[0], state))
+    sent.append(zenjax.stats(state)["leaf"]["wire_bytes"])
+    assert tuned(state)["leaf"].scheme == "flat"
+  assert sent[0] > sent[1] == sent[2]
+
+
 def test_between_two_devices_rows_have_no_owners():
   trainer = trained(zen(), n=2)
   trainer.state = zenjax.tune(trainer.state)

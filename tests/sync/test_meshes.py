@@ -102,6 +102,20 @@ def test_hierarchy_under_nested_vmap():
     oracle.check(run(stack), stack, label=name)
 
 
+def test_slow_links_carry_each_row_once():
+  """A gather along the fast axis first would send it for each device there."""
+  mapped = jax.shard_map(
+    lambda x: zenjax.sparse_pmean(x[0], AXES, scheme="all_gather"),
+    mesh=grid_mesh((4, 2), AXES),
+    in_specs=P(AXES),
+    out_specs=P(),
+  )
+  lowered = jax.jit(mapped).lower(jnp.zeros((8, 300, 4)))
+  found = stablehlo.collectives(lowered)
+  words = [x.words for x in found if x.op == "all_gather" and not x.inside]
+  assert words == [words[0], 4 * words[0]]
+
+
 def test_fastest_axis_is_summed_first():
   """(a + b) + (c + d): with 1e8, the order of float32 additions shows."""
   stack = np.zeros((4, 40, 3), np.float32)
