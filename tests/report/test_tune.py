@@ -184,7 +184,7 @@ def test_row_gradients_of_most_rows_become_dense():
 
 def test_a_scheme_that_you_chose_stays():
   """Also for rows that would cost less as an array, and when tuned again."""
-  tx = zen(sparse=True, scheme="flat")
+  tx: Any = zen(sparse=True, scheme="flat")
   rng = np.random.default_rng(0)
   ids = np.stack([rng.permutation(4_000)[:2_200] for _ in range(N)])
   values = jnp.ones((2_200, WIDTH))
