@@ -1,4 +1,4 @@
-"""Delayed exchanges overlap with computation in programs compiled for GPUs."""
+"""Exchanges overlap with computation in programs compiled for GPUs."""
 
 import re
 
@@ -70,16 +70,16 @@ def _schedule(tx) -> str:
   return text[text.index("\nENTRY") :]
 
 
-def _beside_forward(schedule: str) -> int:
-  """Counts products of the forward pass that run beside a collective."""
+def _beside(schedule: str, first: int, last: int) -> int:
+  """Counts products, by their number, that run beside a collective."""
   under_way, products, found = 0, 0, 0
   for event in _EVENT.finditer(schedule):
     if event[1]:
       under_way += 1 if event[1] == "start" else -1
-    elif products < LAYERS:
+    else:
+      found += under_way > 0 and first <= products < last
       products += 1
-      found += under_way > 0
-  assert products == LAYERS
+  assert products == 3 * LAYERS - 1
   return found
 
 
@@ -88,5 +88,26 @@ def test_the_exchange_runs_beside_the_forward_pass(name):
   sync = SYNCS[name]
   plain = optax.chain(sync(), optax.sgd(0.1))
   delayed = optax.chain(zenjax.delayed(sync(), "data"), optax.sgd(0.1))
-  assert _beside_forward(_schedule(plain)) == 0
-  assert _beside_forward(_schedule(delayed)) > 0
+  assert _beside(_schedule(plain), 0, LAYERS) == 0
+  assert _beside(_schedule(delayed), 0, LAYERS) > 0
+
+
+def test_parts_are_sent_beside_the_backward_pass():
+  def beside(parts):
+    leaves = [
+      zenjax.planner.LeafPlan(
+        name=str(i),
+        shape=(WIDTH, WIDTH),
+        dtype="float32",
+        scheme="dense",
+        compressor="LowBit(4)",
+        group=part,
+      )
+      for i, part in enumerate(parts)
+    ]
+    plan = zenjax.planner.Plan(leaves=tuple(leaves), mesh=(("data", 8),))
+    tx = optax.chain(compress.all_reduce(plan, "data"), optax.sgd(0.1))
+    return _beside(_schedule(tx), LAYERS, 3 * LAYERS)
+
+  assert beside((0, 0, 0, 0)) == 0
+  assert beside((1, 1, 0, 0)) >= LAYERS - 1  # The last layers' part goes first.

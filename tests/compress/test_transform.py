@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
@@ -441,6 +442,55 @@ def test_a_plan_runs(compressor):
   assert found["wire_bytes"] == pytest.approx(sent, rel=0.01)
   with pytest.raises(ValueError, match="compress.all_reduce"):
     zenjax.zen_sync("data", plan=plan)
+
+
+@pytest.mark.parametrize("axes", [("data",), ("host", "device")], ids=str)
+def test_parts_give_the_same_sums(axes):
+  """As one exchange, if no errors are kept: other devices would keep them."""
+  sizes = (4,) if len(axes) == 1 else (2, 2)
+  mesh = Mesh(np.array(jax.devices()[:4]).reshape(sizes), axes)
+  rng = np.random.default_rng(0)
+  shapes = {name: (4, 128, 128) for name in "abc"}
+  grads = {
+    k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()
+  }
+
+  def run(parts):
+    leaves = [
+      zenjax.planner.LeafPlan(
+        name=name,
+        shape=(128, 128),
+        dtype="float32",
+        scheme="dense",
+        compressor="LowBit(4)",
+        group=part,
+      )
+      for name, part in zip("abc", parts)
+    ]
+    plan = zenjax.planner.Plan(
+      leaves=tuple(leaves), mesh=tuple(zip(axes, sizes))
+    )
+    tx = compress.all_reduce(plan, axes, error_feedback=False)
+    state = zenjax.init_state(
+      tx, jax.tree.map(lambda x: x[0], grads), mesh, axes
+    )
+    specs = zenjax.state_specs(state, axes)
+    step = jax.shard_map(
+      lambda g, state: tx.update(jax.tree.map(lambda x: x[0], g), state),
+      mesh=mesh,
+      in_specs=(P(axes), specs),
+      out_specs=(P(), specs),
+    )
+    sums = []
+    for _ in range(3):
+      out, state = jax.jit(step)(grads, state)
+      sums.append(jax.tree.map(np.asarray, out))
+    return sums, zenjax.stats(state)
+
+  want, _ = run((0, 0, 0))
+  got, stats = run((2, 0, 2))
+  jax.tree.map(np.testing.assert_array_equal, got, want)
+  assert stats["compressed"]["leaves"] + stats["compressed 2"]["leaves"] == 3
 
 
 def test_one_device_receives_nothing():

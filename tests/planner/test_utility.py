@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import paper_models
 import zenjax
 from zenjax import compress
 from zenjax.planner import Link
@@ -44,18 +45,31 @@ def ring(size, n, bandwidth=BANDWIDTH):
   return 2 * (n - 1) * LATENCY + 2 * (n - 1) / n * size / bandwidth
 
 
+def overlapped(leaf, count, n, compute_s):
+  """All-reduces of `count` leaves of so many bytes, by hand.
+
+  Gradients become ready one after the other, and buckets of 25 MiB with the
+  gradient that fills them. Backward takes 1.07 times as long beside a sum.
+  """
+  total, link_s, beside_s = leaf * count, 0.0, 0.0
+  for first in range(0, total, BUCKET):
+    last = min(first + BUCKET, total)
+    ready = math.ceil(last / leaf) / count
+    begin = max(link_s, compute_s / 3 + ready * compute_s * 2 / 3)
+    link_s = begin + ring(last - first, n)
+    beside_s += max(min(link_s, compute_s) - begin, 0)
+  return max(link_s, compute_s + 0.07 * beside_s)
+
+
 @pytest.mark.parametrize("compute_s", [3e-3, 3.0])
 @pytest.mark.parametrize("n", [2, 8])
-def test_all_buckets_but_the_last_overlap_with_backward(n, compute_s):
+def test_buckets_are_summed_while_others_are_computed(n, compute_s):
   params = [shape(4096, 1024)] * 4
-  whole = 4 * 4096 * 1024 * 4
   found = seconds(dense(params)(topology=network(n), compute_seconds=compute_s))
-  for name, size in (("pmean", whole), ("pmean in bfloat16", whole / 2)):
-    buckets = math.ceil(size / BUCKET)
-    before = (buckets - 1) * ring(BUCKET, n)
-    want = compute_s / 3 + max(1.07 * compute_s * 2 / 3, before)
-    want += ring(size - (buckets - 1) * BUCKET, n)
-    assert found[name] == pytest.approx(want)
+  size = 4096 * 1024 * 4
+  for name, leaf in (("pmean", size), ("pmean in bfloat16", size // 2)):
+    want = overlapped(leaf, 4, n, compute_s)
+    assert found[name] == pytest.approx(want, rel=1e-5)
 
 
 def test_compressors_wait_for_backward():
@@ -66,14 +80,14 @@ def test_compressors_wait_for_backward():
     compressors=[compress.PowerSGD(4), compress.LowBit(8)],
     local_seconds={"PowerSGD(4)": 0.045, "LowBit(8)": 0.002},
   )
-  small = ring(512 * 4, n)
   low_rank = ring(4 * 1024 * 4, n) + ring(4 * 512 * 4, n)
   blocks = 1024 * 512 // 256
   words = blocks * (256 / 4 + 1)
   part = (n - 1) * LATENCY + (n - 1) / n * words * 4 / BANDWIDTH
   times = seconds(found)
-  assert times["PowerSGD(4)"] == pytest.approx(0.095 + small + low_rank)
-  assert times["LowBit(8)"] == pytest.approx(0.052 + small + 2 * part)
+  # It is summed while a device encodes.
+  assert times["PowerSGD(4)"] == pytest.approx(0.095 + low_rank)
+  assert times["LowBit(8)"] == pytest.approx(0.052 + 2 * part)
 
 
 def test_tables_are_the_last_bucket_or_rows():
@@ -89,7 +103,8 @@ def test_tables_are_the_last_bucket_or_rows():
     compute_seconds=0.03,
   )
   times = seconds(found)
-  backward = 0.01 + 1.07 * 0.02 + ring(64 * 1024 * 4, 8)
+  # The gradient of `w` is summed before the table's is there.
+  backward = 0.03 + 0.07 * ring(64 * 1024 * 4, 8)
   whole = ring(500_000 * 64 * 4, 8)
   assert times["pmean"] == pytest.approx(backward + whole)
   assert found.best.name != "pmean"
@@ -118,20 +133,23 @@ def test_one_device_and_fast_links_need_no_compressor():
   assert fast.best.name == "pmean" and fast.needed_ratio < 1
 
 
-# What the paper measured on V100s: parameters and backward of a model, and the
+# What the paper measured on V100s: backward of a model with 64 images, and the
 # time to encode and decode ResNet-50's gradient.
-MODELS = {"ResNet-50": (25.6e6, 0.122), "ResNet-101": (44.5e6, 0.232)}
+BACKWARD = {"ResNet-50": 0.122, "ResNet-101": 0.232}
 ENCODE = {4: 0.045, 8: 0.064, 16: 0.130}
 
 
 def test_as_the_paper_found():
   """At 10 Gbit/s few set-ups gain, and 4 to 7 times fewer bytes suffice."""
   gains = []
-  for (size, backward_s), n in itertools.product(
-    MODELS.values(), (8, 16, 32, 64, 96)
+  for (name, backward_s), n in itertools.product(
+    BACKWARD.items(), (8, 16, 32, 64, 96)
   ):
-    params = [shape(1000, 1024)] * round(size / 1000 / 1024)
-    found = dense(params)(
+    layers = paper_models.MODELS[name]
+    size = paper_models.elements(layers)
+    found = utility(
+      jax.value_and_grad(paper_models.loss(layers)),
+      paper_models.parameters(layers),
       topology=Topology.network("10 Gbit/s", n),
       compute_seconds=1.5 * backward_s,
       backward_seconds=backward_s,
@@ -166,8 +184,9 @@ def test_a_plan_has_the_same_timeline():
   assert short.leaves[0].choice == "LowBit(8)"
   assert short.leaves[-1].choice == "pmean"
   want = utility(grads, params, topology=topology, compute_seconds=0.01)
-  eight = seconds(want)["LowBit(8)"]
-  assert short.seconds == pytest.approx(eight, rel=1e-4)
+  # In parts it is faster than in one exchange.
+  assert short.seconds < 0.95 * seconds(want)["LowBit(8)"]
+  assert len({x.group for x in short.leaves[:-1]}) > 1
   half = [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)] * 2
   plan = zenjax.planner.plan(
     grads, half, topology=topology, compute_seconds=0.01
@@ -198,7 +217,7 @@ def test_prints_a_table():
   )
   lines = str(found).splitlines()
   assert lines[0].startswith("a step on 1 Gbit/s")
-  assert lines[2].split()[:3] == ["pmean", "212", "+0%"]
+  assert lines[2].split()[:3] == ["pmean", "211", "+0%"]
   assert "times fewer bytes" in lines[-1]
 
 

@@ -16,16 +16,18 @@ from benchmarks.testbed import served
 import zenjax
 
 
-def plans(asked: library.plan_model.Question) -> dict[str, zenjax.planner.Plan]:
+def plans(asked: library.questions.Question) -> dict[str, zenjax.planner.Plan]:
   """Returns the planner's plan, and one for each way for all tables."""
   model = library.plan_model
-  predicted = model.predictions(asked)
+  predicted = library.predictions.every_way(asked)
   ways = [model.Way("all_gather"), model.Way("recursive_doubling")]
   # The ends of zen's grid, and SparCML's.
   ways += [model.Way("zen", g) for g in (1, asked.topology.devices)]
   found = {cells.PLANNED: model.answer(asked)}
   for way in (model.PMEAN, *ways):
-    chosen = [way if way in each else model.PMEAN for each in predicted]
+    chosen = library.overlap.Strategy(
+      tuple(way if way in each else model.PMEAN for each in predicted)
+    )
     groups = f"/{way.column_groups}" if way.scheme == "zen" else ""
     found[way.scheme + groups] = model.planned(asked, predicted, chosen)
   return found
@@ -87,7 +89,7 @@ class _Worker(served.Worker):
   def plans(self, topology: str, compute_seconds: float) -> dict[str, Any]:
     """Returns by name the plan, its program, and the bytes that it predicts."""
     model = self._place.model
-    asked = library.plan_model.ask(
+    asked = library.questions.ask(
       sync.value_and_grad(model.loss, self._rows),
       (model.params, *self._place.own_part()),
       topology=zenjax.planner.Topology.from_json(topology),

@@ -142,10 +142,16 @@ def all_reduce(
     plan = dataclasses.replace(compressor, leaves=tuple(rest))
     sync = zen_sync.zen_sync(axis_name, op=op, plan=plan)
     tx: Any = _rest(sync, axis_name, momentum, nesterov)
-    for name in sorted(
-      {x.compressor for x in compressor.leaves if x.compressor}
+    # What is outermost in the chain is summed first.
+    for group, name in sorted(
+      {(x.group, x.compressor) for x in compressor.leaves if x.compressor},
+      reverse=True,
     ):
-      named = {x.name for x in compressor.leaves if x.compressor == name}
+      named = {
+        x.name
+        for x in compressor.leaves
+        if (x.group, x.compressor) == (group, name)
+      }
       tx = all_reduce(
         registry.named(name),
         axis_name,

@@ -91,6 +91,7 @@ class Prediction:
     memory: Bytes that a device needs.
     sizes: Buffer sizes of the first round, `(push, pull)` in rows, that the
       prediction assumes: just large enough. None for a dense sum.
+    local_s: The part of `seconds` that the device works.
   """
 
   exchange: str
@@ -99,6 +100,7 @@ class Prediction:
   received: float
   memory: float
   sizes: tuple[float, float] | None = None
+  local_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ class CostModel:
       received=received,
       memory=received if memory is None else memory,
       sizes=sizes,
+      local_s=local_s,
     )
 
   def of_ways(

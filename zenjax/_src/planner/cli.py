@@ -7,6 +7,7 @@ reading the options, so that `--help` is fast.
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 import itertools
+import math
 import pathlib
 from typing import Any
 
@@ -156,19 +157,25 @@ def _planned(
   import numpy as np
 
   from zenjax._src.planner import plan_model  # Imports JAX.
+  from zenjax._src.planner import questions
+  from zenjax._src.planner import timeline
 
+  # A trace does not know the order in which gradients are computed.
+  leaves = trace.header.leaves
+  ready = timeline.in_order([math.prod(leaf.shape) for leaf in leaves])
   gradients = [
-    plan_model.Gradient(
+    questions.Gradient(
       leaf.name,
       leaf.shape,
       np.dtype(leaf.dtype),
       leaf.look_ups and leaf.look_ups * batch,
+      at,
     )
-    for leaf in trace.header.leaves
+    for leaf, at in zip(leaves, ready)
   ]
-  dtypes, compressors = plan_model.losses(options.allow)
+  dtypes, compressors = questions.losses(options.allow)
   return plan_model.answer(
-    plan_model.Question(
+    questions.Question(
       gradients=tuple(gradients),
       topology=topology,
       axes=topology.axes if len(topology.axes) > 1 else ("data",),

@@ -10,7 +10,8 @@ import numpy as np
 
 from zenjax._src.compress.compressor import Compressor
 from zenjax._src.machine import measure
-from zenjax._src.planner import plan_model
+from zenjax._src.planner import predictions
+from zenjax._src.planner import questions
 from zenjax._src.schemes.base import Context
 
 # Compressors exchange over an axis of one device.
@@ -62,14 +63,14 @@ def measure_compressors(
     (['LowBit(8)'], True)
   """
   measure.require_positive("`repeats`", repeats)
-  compressors = plan_model.compressors_of(compressors)
-  gradients = plan_model.gradients_of(value_and_grad, args)
+  compressors = questions.compressors_of(compressors)
+  gradients = questions.gradients_of(value_and_grad, args)
   if mesh is None:
     mesh = Mesh(np.array(jax.devices()), ("device",))
   context = Context(axes=(_ALONE,), sizes=(1,), mean=True)
   programs = {}
   for compressor in compressors:
-    if mine := plan_model.fitting(compressor, gradients, context):
+    if mine := predictions.fitting(compressor, gradients, context):
       shapes = {gradient.name: gradient.shape for gradient in mine}
       programs[str(compressor)] = _program(compressor, shapes, context, mesh)
   seconds = measure.medians([*programs.values()], repeats)

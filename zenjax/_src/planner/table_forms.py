@@ -22,7 +22,7 @@ from zenjax._src.machine.cost import CostModel
 from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.cost import Way
-from zenjax._src.planner.plan_model import Gradient
+from zenjax._src.planner.questions import Gradient
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message

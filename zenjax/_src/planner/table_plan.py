@@ -22,12 +22,12 @@ from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import choice
-from zenjax._src.planner import plan_model
+from zenjax._src.planner import questions
 from zenjax._src.planner import table_forms
 from zenjax._src.planner import table_program
 from zenjax._src.planner.optimizer_facts import Optimizer
-from zenjax._src.planner.plan_model import Gradient
-from zenjax._src.planner.plan_model import Question
+from zenjax._src.planner.questions import Gradient
+from zenjax._src.planner.questions import Question
 from zenjax._src.planner.table_forms import FORMS
 from zenjax._src.planner.table_forms import OF_ARRAYS
 from zenjax._src.planner.table_forms import OF_OWNERS
@@ -291,7 +291,7 @@ def plan_tables(
     raise TypeError(f"`tx` must be an optax optimizer, got {tx!r}.")
   if memory_bytes is None and isinstance(topology, Topology):
     memory_bytes = topology.memory_bytes and _USABLE * topology.memory_bytes
-  question = plan_model.ask(
+  question = questions.ask(
     row_gradients.value_and_grad(loss_fn),
     (params, *batch),
     topology=topology,
@@ -310,7 +310,7 @@ def plan_tables(
       " `zenjax.rows.explain_tables` for the reasons."
     )
   demanded = dict(forms or {})
-  plan_model.check_names(
+  questions.check_names(
     "forms", demanded, names, "tables that the loss uses only by lookups"
   )
   optimizer = Optimizer(tx, params, clip_norm)

@@ -18,10 +18,12 @@ from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import choice
-from zenjax._src.planner import plan_model
+from zenjax._src.planner import predictions
+from zenjax._src.planner import questions
 from zenjax._src.planner import timeline
-from zenjax._src.planner.plan_model import Gradient
-from zenjax._src.planner.plan_model import Question
+from zenjax._src.planner.questions import Gradient
+from zenjax._src.planner.questions import Question
+from zenjax._src.planner.timeline import Part
 from zenjax._src.sync import plans
 
 _COMPRESSORS = (LowBit(8), LowBit(4), Sign(), PowerSGD(4))
@@ -167,7 +169,7 @@ def utility(
     Agarwal et al., [On the Utility of Gradient Compression in Distributed
     Training Systems](https://arxiv.org/abs/2103.00543), MLSys 2022.
   """
-  question = plan_model.ask(
+  question = questions.ask(
     value_and_grad,
     args,
     topology=topology,
@@ -175,7 +177,7 @@ def utility(
     profile=profile,
     trace=trace,
   )
-  compressors = plan_model.compressors_of(compressors)
+  compressors = questions.compressors_of(compressors)
   compute_s = _positive("compute_seconds", compute_seconds)
   backward_s = compute_s * timeline.BACKWARD
   if backward_seconds is not None:
@@ -188,7 +190,7 @@ def utility(
   question = dataclasses.replace(
     question,
     compressors=compressors,
-    local_seconds=plan_model.measured(local_seconds, compressors),
+    local_seconds=questions.measured(local_seconds, compressors),
   )
   model = _Model(question, compute_s, backward_s)
   plain_s, plain_bytes = model.pmean()
@@ -225,7 +227,7 @@ class _Model:
   def __init__(self, question: Question, compute_s: float, backward_s: float):
     self.question, self.cost = question, question.model
     self.compute_s, self.backward_s = compute_s, backward_s
-    self.ways = plan_model.predictions(question)
+    self.ways = predictions.every_way(question)
     both = list(zip(question.gradients, self.ways))
     # Tables are the gradients that some scheme could send by rows.
     is_table = lambda ways: any(way.scheme != PMEAN.scheme for way in ways)
@@ -234,16 +236,20 @@ class _Model:
 
   def pmean(self, part: float = 1.0) -> tuple[float, float]:
     """Sums whole arrays, of which a cast leaves a `part` of the bytes."""
-    dense_s, received = self._overlapped(part)
+    dense_s = self._overlapped(self.dense, part=part)
+    whole = timeline.all_reduced(self.cost, part * _bytes(self.dense))
     arrays = [ways[PMEAN] for ways in self.tables]
     tables_s = sum(x.once_s + part * (x.seconds - x.once_s) for x in arrays)
-    return dense_s + tables_s, received + part * _received(arrays)
+    return dense_s + tables_s, whole.received + part * _received(arrays)
 
   def zen_sync(self) -> tuple[float, float]:
     """Sends rows of tables, and sums dense gradients whole."""
-    dense_s, received = self._overlapped(1.0)
-    rows = self._rows()
-    return dense_s + choice.seconds(rows), received + _received(rows)
+    rows, whole = (
+      self._rows(),
+      timeline.all_reduced(self.cost, _bytes(self.dense)),
+    )
+    seconds = self._overlapped(self.dense) + choice.seconds(rows)
+    return seconds, _received([*rows, whole])
 
   def compressed(self, compressor: Compressor) -> tuple[float, float] | None:
     """Sends rows of tables, and compresses dense gradients, if any is large."""
@@ -253,13 +259,12 @@ class _Model:
     if not mine:
       return None
     rest = [x for x in self.dense if x not in mine]
-    parts = [
-      timeline.all_reduced(self.cost, _bytes(rest)),
-      plan_model.compressed(self.question, compressor, mine),
-    ]
-    rows = self._rows()
-    seconds = choice.seconds(rows) + sum(x.seconds for x in parts)
-    return self.compute_s + seconds, _received([*rows, *parts])
+    work = predictions.work(self.question, compressor)
+    found = predictions.compressed(self.question, compressor, work, mine)
+    part = Part(1.0, found.seconds - found.local_s, found.local_s)
+    rows, small = self._rows(), timeline.all_reduced(self.cost, _bytes(rest))
+    seconds = self._overlapped(rest, [part]) + choice.seconds(rows)
+    return seconds, _received([*rows, small, found])
 
   def needed_ratio(self) -> float:
     """How many times fewer bytes the backward pass could hide."""
@@ -270,13 +275,16 @@ class _Model:
     chosen = choice.choose(self.tables) or []
     return [ways[way] for ways, way in zip(self.tables, chosen)]
 
-  def _overlapped(self, part: float) -> tuple[float, float]:
-    """A step whose dense gradients are all-reduced during backward."""
-    size = part * _bytes(self.dense)
-    seconds = timeline.computed(
-      self.cost, size, self.compute_s, self.backward_s
-    )
-    return seconds, timeline.all_reduced(self.cost, size).received
+  def _overlapped(
+    self,
+    gradients: Sequence[Gradient],
+    others: Sequence[Part] = (),
+    part: float = 1.0,
+  ) -> float:
+    """A step in which a `part` of gradients is summed during backward."""
+    sizes = [(x.ready, part * x.dense_bytes) for x in gradients]
+    parts = [*timeline.buckets(self.cost, sizes), *others]
+    return timeline.seconds(parts, self.compute_s, self.backward_s)
 
 
 def _bytes(gradients: Sequence[Gradient]) -> float:

@@ -33,7 +33,9 @@ class LeafPlan:
     shape: Shape of the parameter.
     dtype: Name of its dtype.
     scheme: `"dense"` for pmean, or a sparse scheme of `zen_sync`.
-    group: Sparse leaves of one scheme and one number share an exchange.
+    group: Leaves of one scheme or compressor and one number share an exchange.
+      Of compressed leaves, it is the part of the backward pass after which they
+      are sent, from 0 on.
     column_groups: Column groups of `"zen"`: 1 for hashed rows, as many as
       devices for columns.
     wire_dtype: Name of the dtype in which rows are sent; None for their own.

@@ -1,0 +1,106 @@
+"""Predicts every way to synchronize the gradients of a question."""
+
+from collections.abc import Iterable, Sequence
+import math
+
+import jax.numpy as jnp
+
+from zenjax._src.compress.compressor import Compressor
+from zenjax._src.core import row_wire
+from zenjax._src.machine.cost import PMEAN
+from zenjax._src.machine.cost import Prediction
+from zenjax._src.machine.cost import Way
+from zenjax._src.planner.questions import Gradient
+from zenjax._src.planner.questions import Question
+from zenjax._src.schemes.base import Context
+
+# How often a compressor reads or writes a gradient: add the residual, find a
+# scale, round, keep the error; decode what came, round the sums, decode them.
+_PASSES = 8
+
+
+def every_way(question: Question) -> list[dict[Way, Prediction]]:
+  """Predicts every way of every gradient.
+
+  Gradients of tables may be sent by rows, and those of dense layers compressed.
+  Small ones have one way.
+  """
+  predicted = []
+  works = {x: work(question, x) for x in question.compressors}
+  for gradient in question.gradients:
+    table, profile = gradient.table, question.profile(gradient)
+    ways = {PMEAN: question.model.of_way(PMEAN, table, profile)}
+    if question.topology.devices > 1 and gradient.may_be_compressed:
+      for compressor in works:
+        if fitting(compressor, [gradient], question.model.context):
+          way = PMEAN._replace(compressor=str(compressor))
+          ways[way] = compressed(
+            question, compressor, works[compressor], [gradient]
+          )
+    elif question.topology.devices > 1 and gradient.is_table:
+      narrower = [
+        name
+        for name in question.wire_dtypes
+        if jnp.dtype(name).itemsize < gradient.dtype.itemsize
+        and not row_wire.refusal(
+          gradient.name, gradient.dtype, jnp.dtype(name), table.width
+        )
+      ]
+      ways = question.model.of_ways(table, profile, narrower)
+    predicted.append(ways)
+  return predicted
+
+
+def fitting(
+  compressor: Compressor, gradients: Iterable[Gradient], context: Context
+) -> list[Gradient]:
+  """Returns the gradients that a compressor can take."""
+  return [
+    x
+    for x in gradients
+    if x.may_be_compressed and _fits(compressor, x.shape, context)
+  ]
+
+
+def _fits(
+  compressor: Compressor, shape: tuple[int, ...], context: Context
+) -> bool:
+  try:
+    compressor.messages([shape], context)
+  except ValueError:
+    return False
+  return True
+
+
+def work(question: Question, compressor: Compressor) -> float:
+  """Returns how many seconds a compressor computes for each byte."""
+  model, name = question.model, str(compressor)
+  if name not in question.local_seconds:
+    return _PASSES * model.work.mask_byte
+  them = fitting(compressor, question.gradients, model.context)
+  return question.local_seconds[name] / _size(them)
+
+
+def compressed(
+  question: Question,
+  compressor: Compressor,
+  work: float,
+  gradients: Sequence[Gradient],
+) -> Prediction:
+  """Predicts the compressed sum of gradients, which share its exchange.
+
+  Args:
+    question: The question.
+    compressor: The compressor.
+    work: What `work` returned.
+    gradients: Gradients that it can take.
+  """
+  model = question.model
+  messages = compressor.messages([x.shape for x in gradients], model.context)
+  local_s = work * _size(gradients)
+  return model.of_messages(str(compressor), messages, local_s=local_s)
+
+
+def _size(gradients: Iterable[Gradient]) -> int:
+  """Returns the bytes of gradients in float32."""
+  return 4 * sum(math.prod(gradient.shape) for gradient in gradients)

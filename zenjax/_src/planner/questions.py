@@ -1,0 +1,299 @@
+"""What a planner is asked: gradients, a machine and what may be lost."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+import math
+import os
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from zenjax._src.compress import registry
+from zenjax._src.compress.cast import Cast
+from zenjax._src.compress.cast import DTYPES
+from zenjax._src.compress.compressor import Compressor
+from zenjax._src.compress.low_bit import LowBit
+from zenjax._src.core import arguments
+from zenjax._src.core.arguments import AxisName
+from zenjax._src.machine import cost
+from zenjax._src.machine.cost import CostModel
+from zenjax._src.machine.cost import Profile
+from zenjax._src.machine.topologies import Topology
+from zenjax._src.planner import recorded_runs
+from zenjax._src.planner import timeline
+from zenjax._src.rows import leaf_util
+from zenjax._src.rows.sparse_rows import is_rows
+from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.buffer_sizes import Table
+
+# In `allow`, if nothing may be lost.
+_LOSSLESS = "lossless"
+# How dense gradients are rounded to a dtype that is allowed.
+_ROUNDING: Mapping[str, Compressor] = {
+  "int8": LowBit(8),
+  "int4": LowBit(4),
+  **{dtype.name: Cast(dtype) for dtype in DTYPES},
+}
+
+
+class Gradient(NamedTuple):
+  """The gradient of one parameter."""
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  look_ups: int | None  # Rows in a device's SparseRows; None for an array.
+  ready: float = 1.0  # The part of the backward pass after which it is there.
+  whole: bool = False  # Known to have nonzero values in all rows.
+
+  @property
+  def is_table(self) -> bool:
+    """True for tables, whose rows may be sent."""
+    if self.look_ups is not None:
+      return True
+    return not self.whole and leaf_util.is_table(self._leaf)
+
+  @property
+  def may_be_compressed(self) -> bool:
+    """True for large gradients of dense layers."""
+    return not self.is_table and leaf_util.is_table(self._leaf, "element")
+
+  @property
+  def dense_bytes(self) -> int:
+    """Bytes in an all-reduce, where narrow floats are summed in float32."""
+    return math.prod(self.shape) * max(self.dtype.itemsize, 4)
+
+  @property
+  def _leaf(self) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+  @property
+  def table(self) -> Table:
+    """The gradient as the table that schemes see."""
+    rows, width = leaf_util.table_shape(self._leaf, "row")
+    return Table(
+      name=self.name,
+      num_rows=rows,
+      width=width,
+      dtype=self.dtype,
+      wire_dtype=self.dtype,
+      look_ups=self.look_ups,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+  """The gradients, the machine and the options of a plan.
+
+  Attributes:
+    gradients: The gradient of each leaf.
+    topology: The machine.
+    axes: A name for each level of the topology.
+    profiles: Densities that are known, by leaf name.
+    compute_seconds: Time of a step without any exchange.
+    wire_dtypes: Names of dtypes that rows may be rounded to.
+    compressors: Compressors that dense leaves may take.
+    local_seconds: Measured times to compress all dense leaves, by compressor.
+    capacities: Buffer sizes that the user gave, by leaf name.
+    memory_bytes: Limit on memory; None for no limit.
+  """
+
+  gradients: tuple[Gradient, ...]
+  topology: Topology
+  axes: tuple[str, ...]
+  profiles: Mapping[str, Profile]
+  compute_seconds: float = 0.0
+  wire_dtypes: tuple[str, ...] = ()
+  compressors: tuple[Compressor, ...] = ()
+  local_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  capacities: Mapping[str, tuple[int, int]] = dataclasses.field(
+    default_factory=dict
+  )
+  memory_bytes: float | None = None
+
+  @property
+  def model(self) -> CostModel:
+    """The cost model of the machine."""
+    return CostModel(
+      Context(axes=self.axes, sizes=self.topology.sizes, mean=True),
+      dict(zip(self.axes, self.topology.links)),
+    )
+
+  def profile(self, gradient: Gradient) -> Profile:
+    """Returns known densities, or else the densities of a vocabulary."""
+    known = self.profiles.get(gradient.name)
+    return known or cost.assumed(gradient.table, self.topology.devices)
+
+
+def ask(
+  value_and_grad: Callable[..., Any],
+  args: Sequence[Any],
+  *,
+  topology: Topology,
+  axis_name: AxisName,
+  profile: Mapping[str, Profile] | None = None,
+  trace: str | os.PathLike | None = None,
+  memory_bytes: float | None = None,
+) -> Question:
+  """Traces a program, and checks what both kinds of plans are given.
+
+  The arguments are described at `plan`.
+  """
+  axes = arguments.axes(axis_name)
+  if not isinstance(topology, Topology):
+    raise TypeError(
+      "`topology` must be a zenjax.planner.Topology, got"
+      f" {type(topology).__name__}. Make one with"
+      ' `zenjax.planner.Topology.network("25 Gbit/s", hosts)`.'
+    )
+  if len(axes) != len(topology.axes):
+    raise ValueError(
+      "`axis_name` must name one axis for each level of the topology,"
+      f" {topology.axes}, got {axes}."
+    )
+  if memory_bytes is not None:
+    memory_bytes = arguments.number("memory_bytes", memory_bytes)
+    if memory_bytes <= 0:
+      raise ValueError(f"`memory_bytes` must be positive, got {memory_bytes}.")
+  gradients = gradients_of(value_and_grad, args)
+  rows = {g.name: g.table.num_rows for g in gradients}
+  if trace is not None:
+    if profile is not None:
+      raise ValueError(
+        "`trace` and `profile` cannot be given together, because both contain"
+        " densities. Leave one out."
+      )
+    profile = recorded_runs.profiles(trace, rows, topology.devices)
+  known = {} if profile is None else profile
+  if not isinstance(known, Mapping) or not all(
+    isinstance(x, Profile) for x in known.values()
+  ):
+    raise TypeError(
+      "`profile` must map parameter names to a `zenjax.planner.Profile`, got"
+      f" {profile!r}. Pass the result of `zenjax.planner.profile(state)`."
+    )
+  check_names("profile", known, list(rows))
+  # An array from zenjax's `value_and_grad` shows that the loss uses a table
+  # other than by lookups, as a tied softmax does. Such a use touches all rows.
+  # `jax.value_and_grad` returns arrays for all parameters, which shows nothing.
+  if getattr(value_and_grad, "gives_rows", False) or any(
+    gradient.look_ups is not None for gradient in gradients
+  ):
+    gradients = tuple(
+      gradient._replace(
+        whole=gradient.look_ups is None and gradient.name not in known
+      )
+      for gradient in gradients
+    )
+  return Question(
+    gradients=gradients,
+    topology=topology,
+    axes=axes,
+    profiles=dict(known),
+    memory_bytes=memory_bytes,
+  )
+
+
+def gradients_of(
+  value_and_grad: Callable[..., Any], args: Sequence[Any]
+) -> tuple[Gradient, ...]:
+  """Traces a function, and returns its gradients."""
+  closed, shape = jax.make_jaxpr(value_and_grad, return_shape=True)(*args)
+  if not isinstance(shape, tuple) or len(shape) != 2:
+    raise TypeError(
+      "`value_and_grad` must return a pair (value, gradients), got"
+      f" {type(shape).__name__}. Pass `zenjax.value_and_grad(loss)`."
+    )
+  places = jax.tree.structure(shape).unflatten(timeline.ready(closed))[1]
+  return tuple(
+    Gradient(
+      name,
+      tuple(leaf.shape),
+      np.dtype(leaf.dtype),
+      leaf.capacity if is_rows(leaf) else None,
+      max(jax.tree.leaves(place)),
+    )
+    for (name, leaf), (_, place) in zip(
+      leaf_util.named_leaves(shape[1], is_rows),
+      leaf_util.named_leaves(places, is_rows),
+    )
+  )
+
+
+def check_names(
+  argument: str,
+  given: Iterable[str],
+  names: Sequence[str],
+  things: str = "parameters of the model",
+) -> None:
+  """Raises ValueError unless `given` are among `names`."""
+  if unknown := sorted(set(given) - set(names)):
+    raise ValueError(
+      f"`{argument}` must name {things}, got {unknown}. Choose from"
+      f" {list(names)}."
+    )
+
+
+def losses(allow: Any) -> tuple[tuple[str, ...], tuple[Compressor, ...]]:
+  """Returns the dtypes of rows, and the compressors, that a user allows."""
+  if isinstance(allow, str | Compressor) or not isinstance(allow, Iterable):
+    allow = (allow,)
+  dtypes: list[str] = []
+  compressors: list[Compressor] = []
+  for loss in allow:
+    if isinstance(loss, Compressor):
+      compressors.append(loss)
+    elif isinstance(loss, str) and "(" in loss:
+      compressors.append(registry.named(loss, "`allow`"))
+    elif not (isinstance(loss, str) and loss == _LOSSLESS):
+      dtypes.append(_rounded_to(loss))
+      if compressor := _ROUNDING.get(dtypes[-1]):
+        compressors.append(compressor)
+  return tuple(dtypes), tuple(compressors)
+
+
+def _rounded_to(loss: Any) -> str:
+  """Returns the name of a dtype that a user allows."""
+  try:
+    dtype = arguments.row_wire_dtype("allow", loss)
+  except TypeError:
+    dtype = None
+  if dtype is None:
+    raise TypeError(
+      f"`allow` must hold {_LOSSLESS!r}, dtypes such as 'int8', or compressors"
+      f" of `zenjax.compress` such as 'ExDyna(0.01)', got {loss!r}."
+    )
+  return dtype.name
+
+
+def measured(
+  seconds: Mapping[str, float] | None, compressors: Sequence[Compressor]
+) -> Mapping[str, float]:
+  """Returns times by compressor; raises ValueError for other names."""
+  known = {
+    name: arguments.number(f"local_seconds[{name!r}]", x)
+    for name, x in dict(seconds or {}).items()
+  }
+  for name, x in known.items():
+    if not 0 <= x < math.inf:
+      raise ValueError(
+        f"`local_seconds[{name!r}]` must be a finite time of 0 or more, got"
+        f" {x!r}."
+      )
+  check_names(
+    "local_seconds", known, list(map(str, compressors)), "compressors"
+  )
+  return known
+
+
+def compressors_of(given: Any) -> tuple[Compressor, ...]:
+  """Returns compressors that a user gave, or raises TypeError."""
+  given = (given,) if isinstance(given, Compressor) else tuple(given)
+  for compressor in given:
+    if not isinstance(compressor, Compressor):
+      raise TypeError(
+        "`compressors` must be compressors of `zenjax.compress`, got"
+        f" {compressor!r}. Give for example [zenjax.compress.LowBit(8)]."
+      )
+  return given
