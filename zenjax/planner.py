@@ -14,6 +14,7 @@ from zenjax._src.machine.measure import measure_work
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import traces
 from zenjax._src.planner.compressor_work import measure_compressors
+from zenjax._src.planner.measured_plans import measure_plans
 from zenjax._src.planner.plan_model import plan
 from zenjax._src.planner.record import record
 from zenjax._src.planner.record import Recorder
@@ -33,6 +34,7 @@ __all__ = (
   "Link",
   "measure_compressors",
   "measure_links",
+  "measure_plans",
   "measure_work",
   "plan",
   "plan_tables",

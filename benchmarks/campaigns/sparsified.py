@@ -11,9 +11,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 import dataclasses
 import math
+import time
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -85,7 +87,7 @@ def _compressed(
   )
 
 
-NONE, DENSE, BFLOAT16 = "none", "pmean", "bfloat16 pmean"
+NONE, DENSE, BFLOAT16, PLAN = "none", "pmean", "bfloat16 pmean", "plan"
 VARIANTS = {
   NONE: _Variant(lambda _: optax.identity()),
   DENSE: _Variant(lambda _: sync.PMEAN),
@@ -97,6 +99,7 @@ VARIANTS = {
   "exdyna": _compressed(lambda s: compress.ExDyna(s.density), _SETTLED),
   "micro": _compressed(lambda s: compress.MiCRO(s.density), _SETTLED),
   "top_k": _compressed(lambda s: compress.TopK(s.top)),
+  PLAN: _Variant(lambda _: None, warm_up=_SETTLED),  # Of all compressors.
 }
 
 
@@ -135,7 +138,10 @@ class _Worker(served.Worker):
     if self._place is None:
       self._place = programs.Place(model(made, self.mesh.size), self)
       self._mean = self._sent_and_kept(self._program(sync.PMEAN))
-    program = self._program(known.make(made))
+    planned_s, tx = 0.0, known.make(made)
+    if variant == PLAN:
+      planned_s, tx = self._plan(made, rate)
+    program = self._program(tx)
     self.cases.append(program)
     wrong = 0
     if variant != NONE:
@@ -148,9 +154,61 @@ class _Worker(served.Worker):
       if left < _TOLD:
         facts.append(self._facts(program, variant))
     means = {k: float(np.mean([f[k] for f in facts])) for k in facts[0]}
-    if variant != NONE and netns.RATES[rate]:
+    if variant == PLAN:
+      means["planned_s"] = planned_s
+    elif variant != NONE and netns.RATES[rate]:
       means["planned_s"] = self._planned(made, known.compressor, rate)
     return {"wrong": wrong, "compile_s": program.compile_s, "facts": means}
+
+  def _plan(
+    self, setting: Setting, rate: str
+  ) -> tuple[float, optax.GradientTransformation]:
+    """Measures the plan for each compressor; returns the fastest one.
+
+    Each is measured in its parts and in one exchange. The first result is what
+    the plan predicts for the exchange.
+    """
+    assert self._place is not None
+    # All hosts must plan with the same numbers.
+    agreed = multihost_utils.broadcast_one_to_all
+    times, none = [], self._program(optax.identity())
+    for _ in range(2 * _WARM_UP):
+      begun = time.perf_counter()
+      none()
+      times.append(time.perf_counter() - begun)
+    compute_s = float(agreed(np.median(times[_WARM_UP:])))
+    made = [x.compressor for x in VARIANTS.values()]
+    compressors = [make(setting) for make in made if make]
+    grads = jax.value_and_grad(self._place.model.loss)
+    args = self._place.model.params, *self._place.own_part()
+    local_seconds = agreed(
+      planner.measure_compressors(
+        grads, *args, compressors=compressors, mesh=self.mesh
+      )
+    )
+    plans = [
+      planner.plan(
+        grads,
+        *args,
+        topology=planner.Topology.network(rate, self.mesh.size),
+        axis_name=sync.AXIS,
+        allow=[compressor],
+        local_seconds={str(compressor): float(local_seconds[str(compressor)])},
+        compute_seconds=compute_s,
+      )
+      for compressor in compressors
+    ]
+    whole = lambda leaf: dataclasses.replace(leaf, group=0)
+    plans += [
+      dataclasses.replace(plan, leaves=tuple(map(whole, plan.leaves)))
+      for plan in plans
+    ]
+    step_of = lambda plan: (
+      self._program(compress.all_reduce(plan, sync.AXIS)).__call__
+    )
+    seconds = planner.measure_plans(step_of, plans, repeats=_SETTLED // 4)
+    best = plans[int(np.argmin(seconds))]
+    return best.seconds - compute_s, compress.all_reduce(best, sync.AXIS)
 
   def _planned(
     self,
@@ -196,8 +254,12 @@ class _Worker(served.Worker):
       dense /= 2  # XLA on CPU sums 16-bit floats in 32 bits, and sends them so.
     if variant in (NONE, DENSE, BFLOAT16):
       return {"wire_bytes": dense} if variant != NONE else {}
-    told = zenjax.stats(program.state_here())["compressed"]
+    every = zenjax.stats(program.state_here())
+    told = every["compressed"]
     facts = {name: told[name] for name in _COUNTED if name in told}
+    if variant == PLAN:  # Its parts.
+      parts = [x for name, x in every.items() if name.startswith("compressed")]
+      return {"wire_bytes": sum(x["wire_bytes"] for x in parts)}
     if "build_up" in told:  # Values of all hosts are summed, at `k` places.
       facts["bound_bytes"] = dense * told["density"]
     return facts

@@ -206,9 +206,12 @@ def sent_and_kept(program: Program, rate: float) -> dict[str, np.ndarray]:
   }
   is_one = lambda x: isinstance(x, zenjax.compress.CompressState)
   state = multihost_utils.process_allgather(program.state, tiled=True)
-  for node in filter(is_one, jax.tree.leaves(state, is_leaf=is_one)):
-    for name, kept in node.residuals.items():
-      found[name] += np.asarray(kept.value, np.float64).mean(axis=0)
+  nodes = [state]
+  for node in nodes:  # The parts of a plan are in each other.
+    for inner in filter(is_one, jax.tree.leaves(node, is_leaf=is_one)):
+      nodes.append(inner.others)
+      for name, kept in inner.residuals.items():
+        found[name] += np.asarray(kept.value, np.float64).mean(axis=0)
   return found
 
 
