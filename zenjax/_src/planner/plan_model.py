@@ -47,7 +47,8 @@ def plan(
   Use it before you have the machine, or to choose a scheme for each gradient.
   Your program is only traced, so shapes (`jax.ShapeDtypeStruct`) are enough. If
   nothing gains, all gradients take `pmean`. The plan says that there is no
-  difference if the gain may be an error of the prediction.
+  difference if the gain may be an error of the prediction. Compressed gradients
+  may be sent in parts, while the backward pass still computes others.
 
   Args:
     value_and_grad: `zenjax.value_and_grad(loss)`, or `jax.value_and_grad(loss)`
@@ -64,8 +65,8 @@ def plan(
     compute_seconds: Time of a step on one device without any exchange. Measure
       it with `jax.lax.optimization_barrier(grads)` in place of the exchange, to
       keep XLA from fusing gradient and optimizer. Two thirds of it are taken as
-      the backward pass, with which plain all-reduces of dense gradients
-      overlap. If you leave it out, only exchanges are compared.
+      the backward pass, with which sums of dense gradients overlap. If you
+      leave it out, only exchanges are compared.
     allow: What gradients may lose, nothing by default. A dtype, such as
       `"bfloat16"` or `"int8"`, lets rows of tables and gradients of dense
       layers be rounded to it, where that is faster. A compressor, such as
@@ -104,6 +105,12 @@ def plan(
     [('table', False), ('w', True)]
     >>> plan.leaves[0].dense_seconds / plan.leaves[0].seconds > 10
     True
+
+  References:
+    Wang et al., [Hi-Speed DNN Training with
+    Espresso](https://arxiv.org/abs/2205.14465), EuroSys 2023, for what to
+    compress. Wang et al., [MergeComp](https://arxiv.org/abs/2103.15195), 2021,
+    for the parts.
   """
   question = questions.ask(
     value_and_grad,

@@ -123,8 +123,9 @@ def utility(
   dense gradients are all-reduced in buckets while others are still computed,
   and only the last bucket is waited for. Compressors start when all gradients
   are there. On fast links that is often slower, although it sends less. `plan`
-  predicts steps in the same way, and chooses for each gradient. This function
-  compares one compressor for all dense gradients with another.
+  predicts steps in the same way, but chooses for each gradient, and sends
+  compressed gradients in parts. This function compares one compressor for all
+  dense gradients with another.
 
   Gradients of tables are complete at the end of the backward pass. `pmean`
   waits for them, all other ways send their rows by `zen_sync`.
