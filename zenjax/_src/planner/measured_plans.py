@@ -1,6 +1,7 @@
 """Measures plans by real steps, which no model has to predict."""
 
 from collections.abc import Callable, Sequence
+import gc
 from typing import Any
 
 from zenjax._src.machine import measure
