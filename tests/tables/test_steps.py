@@ -358,7 +358,9 @@ def test_steps_are_those_of_whole_tables(name):
   assert "t" in zenjax.report(opt_state)
 
 
-@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize(
+  "alone", [pytest.param(True, marks=pytest.mark.more), False]
+)
 def test_buffers_are_tuned_by_what_steps_have_needed(alone):
   """Tunes a table that is the whole tree of parameters, and one of several."""
   mesh, table = mesh_of(4), table_of()

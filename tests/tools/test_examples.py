@@ -99,7 +99,7 @@ def test_memory_of_ngrams_helps(tmp_path):
 
 
 def test_sparsifiers_learn_for_fewer_bytes(tmp_path):
-  out = _example(tmp_path, "sparsify.py", "--steps", "80")
+  out = _example(tmp_path, "sparsify.py", "--steps", "40")
   losses = _losses(out)
   assert len(losses) == 8 and len(set(losses[::2])) == 1
   assert all(last < 0.7 * losses[0] for last in losses[1::2])
