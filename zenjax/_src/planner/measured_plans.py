@@ -68,4 +68,8 @@ def measure_plans(
       raise TypeError(
         f"`plans` must hold plans of `zenjax.planner.plan`, got {plan!r}."
       )
-  return [float(measure.medians([step_of(plan)], repeats)[0]) for plan in plans]
+  seconds = []
+  for plan in plans:
+    seconds.append(float(measure.medians([step_of(plan)], repeats)[0]))
+    gc.collect()  # Functions that JAX compiles are often in cycles.
+  return seconds
