@@ -24,13 +24,13 @@ SYNCS = {
 _EVENT = re.compile(r"^ *%gemm\S* =|-(start|done)\(", re.M)
 
 
-def _schedule(tx) -> str:
+def _schedule(tx, axes=("data",), sizes=(8,)) -> str:
   """Compiles a step, and returns its program in the order of execution."""
   try:
     devices = targets.TARGETS["gpu-h200"]()
   except ImportError as error:
     pytest.skip(str(error))
-  mesh = Mesh(np.array(devices), ("data",))
+  mesh = Mesh(np.array(devices).reshape(sizes), axes)
 
   def loss(ws, x):
     for w in ws:
@@ -43,12 +43,12 @@ def _schedule(tx) -> str:
     return optax.apply_updates(ws, updates), state
 
   ws = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
-  state = jax.eval_shape(lambda p: zenjax.init_state(tx, p, mesh, "data"), ws)
-  specs = zenjax.state_specs(state, "data")
+  state = jax.eval_shape(lambda p: zenjax.init_state(tx, p, mesh, axes), ws)
+  specs = zenjax.state_specs(state, axes)
   mapped = jax.shard_map(
     step,
     mesh=mesh,
-    in_specs=(P(), specs, P("data")),
+    in_specs=(P(), specs, P(axes)),
     out_specs=(P(), specs),
     check_vma=False,
   )
@@ -61,7 +61,7 @@ def _schedule(tx) -> str:
     .lower(
       [placed(w, P()) for w in ws],
       jax.tree.map(placed, state, specs),
-      placed(x, P("data")),
+      placed(x, P(axes)),
     )
     .compile()
   )
@@ -92,7 +92,10 @@ def test_the_exchange_runs_beside_the_forward_pass(name):
   assert _beside(_schedule(delayed), 0, LAYERS) > 0
 
 
-def test_parts_are_sent_beside_the_backward_pass():
+@pytest.mark.parametrize(
+  ("axes", "sizes"), [(("data",), (8,)), (("host", "device"), (2, 4))]
+)
+def test_parts_are_sent_beside_the_backward_pass(axes, sizes):
   def beside(parts):
     leaves = [
       zenjax.planner.LeafPlan(
@@ -105,9 +108,12 @@ def test_parts_are_sent_beside_the_backward_pass():
       )
       for i, part in enumerate(parts)
     ]
-    plan = zenjax.planner.Plan(leaves=tuple(leaves), mesh=(("data", 8),))
-    tx = optax.chain(compress.all_reduce(plan, "data"), optax.sgd(0.1))
-    return _beside(_schedule(tx), LAYERS, 3 * LAYERS)
+    plan = zenjax.planner.Plan(
+      leaves=tuple(leaves), mesh=tuple(zip(axes, sizes))
+    )
+    tx = optax.chain(compress.all_reduce(plan, axes), optax.sgd(0.1))
+    return _beside(_schedule(tx, axes, sizes), LAYERS, 3 * LAYERS)
 
   assert beside((0, 0, 0, 0)) == 0
-  assert beside((1, 1, 0, 0)) >= LAYERS - 1  # The last layers' part goes first.
+  # The last layers' part goes first.
+  assert beside((2, 2, 1, 0)) >= LAYERS - 1

@@ -493,6 +493,40 @@ def test_parts_give_the_same_sums(axes):
   assert stats["compressed"]["leaves"] + stats["compressed 2"]["leaves"] == 3
 
 
+def test_equal_leaves_in_two_parts_are_not_rounded_alike():
+  plan = zenjax.planner.Plan(
+    leaves=tuple(
+      zenjax.planner.LeafPlan(
+        name=name,
+        shape=(128, 128),
+        dtype="float32",
+        scheme="dense",
+        compressor="LowBit(2, rounding='stochastic')",
+        group=part,
+      )
+      for part, name in enumerate("ab")
+    ),
+    mesh=(("data", 2),),
+  )
+  tx = compress.all_reduce(plan, "data", error_feedback=False)
+  x = jax.random.normal(jax.random.key(0), (2, 128, 128))
+  grads = {"a": x, "b": x}
+  run = lambda g: tx.update(g, tx.init(g))[0]
+  out = jax.jit(jax.vmap(run, axis_name="data"))(grads)
+  assert np.mean(np.asarray(out["a"] != out["b"])) > 0.1
+
+
+def test_a_plan_of_another_model_or_mesh_is_refused():
+  plan = planned("int8")
+  tx = compress.all_reduce(plan, "data")
+  with pytest.raises(ValueError, match="made for other gradients"):
+    jax.vmap(tx.init, axis_name="data")({"w0": jnp.ones((4, 128, 128))})
+  grads = {name: jnp.ones((2, *shape)) for name, shape in LAYERS.items()}
+  run = lambda g: tx.update(g, tx.init(g))[0]
+  with pytest.raises(ValueError, match="made for {'data': 4}"):
+    jax.vmap(run, axis_name="data")(grads)
+
+
 def test_one_device_receives_nothing():
   state, _ = trained(int4("data"), runners.mesh(1), steps=range(1))
   assert "nothing received, because" in zenjax.report(state)

@@ -84,6 +84,63 @@ def test_a_tall_matrix_is_compressed_where_the_loss_uses_it_whole():
   assert plan(jax.value_and_grad).leaves[0].compressor is None
 
 
+def test_knowing_that_all_rows_are_touched_changes_nothing():
+  x, w = [
+    jax.ShapeDtypeStruct(s, jnp.float32) for s in [(8, 65536), (65536, 8)]
+  ]
+  all_rows = zenjax.planner.Profile(
+    rows=65536, fullest=65536, union=65536, devices=4
+  )
+  plans = [
+    zenjax.planner.plan(
+      zenjax.value_and_grad(lambda w, x: jnp.sum((x @ w) ** 2)),
+      *(w, x),
+      topology=Topology.network("1 Gbit/s", 4),
+      allow="int8",
+      profile=profile,
+    )
+    for profile in (None, {"leaf": all_rows})
+  ]
+  assert plans[0].leaves[0].choice == plans[1].leaves[0].choice == "LowBit(8)"
+
+
+class Unhashable(zenjax.compress.LowBit):
+  """A compressor of a user, as a plain dataclass would be."""
+
+  __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("given", [Unhashable(8), zenjax.compress.LowBit(8)])
+def test_compressors_that_fit_nothing_are_left_out(given):
+  plan = zenjax.planner.plan(
+    jax.value_and_grad(lambda w: jnp.sum(w @ w)),
+    jax.ShapeDtypeStruct((64, 64), jnp.float32),
+    topology=Topology.network("1 Gbit/s", 4),
+    allow=[given],
+    local_seconds={str(given): 0.1},
+  )
+  assert not plan.pays
+
+
+def test_a_jitted_function_may_have_static_arguments():
+  loss = lambda w, power: jnp.sum(w**power)
+  grads = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+  w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+  topology = Topology.network("1 Gbit/s", 4)
+  assert zenjax.planner.plan(grads, w, 2, topology=topology).devices == 4
+
+
+def test_without_a_time_to_compute_there_is_one_part():
+  layers = paper_models.transformer(6, 512, 128)
+  plan = zenjax.planner.plan(
+    jax.value_and_grad(paper_models.loss(layers)),
+    paper_models.parameters(layers),
+    topology=Topology.network("10 Gbit/s", 8),
+    allow="int8",
+  )
+  assert plan.pays and {leaf.group for leaf in plan.leaves} == {0}
+
+
 def test_a_plan_tells_the_parts():
   layers = paper_models.transformer(6, 512, 128)
   plan = zenjax.planner.plan(

@@ -20,6 +20,7 @@ from zenjax._src.core import arguments
 from zenjax._src.core import collectives
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import SparseSpec
+from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.schemes import dense_sum
@@ -28,6 +29,7 @@ from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import received_bytes
 from zenjax._src.sync import device_state
 from zenjax._src.sync import gradient_tree
+from zenjax._src.sync import plans
 from zenjax._src.sync import processes
 from zenjax._src.sync import sync_options
 from zenjax._src.sync import whole_batch
@@ -142,29 +144,28 @@ def all_reduce(
     plan = dataclasses.replace(compressor, leaves=tuple(rest))
     sync = zen_sync.zen_sync(axis_name, op=op, plan=plan)
     tx: Any = _rest(sync, axis_name, momentum, nesterov)
+    exchanges: dict[tuple[int, str], set[str]] = {}
+    for leaf in compressor.leaves:
+      if leaf.compressor:
+        key = leaf.group, leaf.compressor
+        exchanges.setdefault(key, set()).add(leaf.name)
     # What is outermost in the chain is summed first.
-    for group, name in sorted(
-      {(x.group, x.compressor) for x in compressor.leaves if x.compressor},
-      reverse=True,
-    ):
-      named = {
-        x.name
-        for x in compressor.leaves
-        if (x.group, x.compressor) == (group, name)
-      }
+    for number, key in reversed([*enumerate(sorted(exchanges))]):
+      _, name = key
       tx = all_reduce(
         registry.named(name),
         axis_name,
-        leaves=lambda name, _, named=named: name in named,
+        leaves=lambda name, _, named=exchanges[key]: name in named,
         others=tx,
         op=op,
         error_feedback=error_feedback,
         momentum=momentum,
         nesterov=nesterov,
         dense_steps=dense_steps,
-        seed=seed,
+        # Equal leaves of two exchanges must not be rounded alike.
+        seed=(seed + number) % 2**32 if isinstance(seed, int) else seed,
       )
-    return tx
+    return _checked(tx, compressor, arguments.axes(axis_name))
   if not isinstance(compressor, Compressor):
     raise TypeError(
       "`compressor` must be one of `zenjax.compress`, such as"
@@ -265,11 +266,41 @@ def _transformation(
         update, mine, own, around, options.axes, by=_BY, sums=True
       )
     if len(options.axes) > 1:
-      # Collectives over different groups of devices run in one order.
-      rest, _ = lax.optimization_barrier((rest, summed))
+      # Collectives over different groups of devices run in one order. Each leaf
+      # waits by itself, so that the next exchange needs no other gradients.
+      after = lambda x: lax.optimization_barrier((x, summed))[0]
+      rest = jax.tree.map(after, rest)
     inner = None if params is None else _split(params, options)[1]
     rest, other = others.update(rest, other, inner, **extra_args)
     return _joined(summed, rest), new._replace(others=other)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _checked(
+  tx: optax.GradientTransformationExtraArgs, plan: Plan, axes: Axes
+) -> optax.GradientTransformationExtraArgs:
+  """Returns `tx`, and refuses what the plan was not made for."""
+
+  def require(tree: Any) -> None:
+    leaves = leaf_util.named_leaves(tree, is_rows)
+    plans.require_tree(plan, leaf_util.shapes(leaves))
+
+  def init_fn(params: optax.Params) -> Any:
+    require(params)
+    return tx.init(params)
+
+  def update_fn(
+    updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
+  ) -> tuple[optax.Updates, Any]:
+    require(updates)
+    mesh = collectives.mesh_around(axes, updates, None)
+    try:
+      sizes = [mesh.shape[a] if mesh else lax.axis_size(a) for a in axes]
+    except NameError:  # `tx` says what to do.
+      return tx.update(updates, state, params, **extra_args)
+    plans.require_mesh(plan, tuple(zip(axes, sizes)))
+    return tx.update(updates, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -433,7 +464,10 @@ def _summed(
       momenta[name] = jnp.where(sent, zero, momenta[name])
   new = state._replace(
     step=processes.compared(
-      state.step + 1, f"{_BY} by {compressor}", options, tree
+      state.step + 1,
+      f"{_BY} by {compressor}, seed {settings.seed}",
+      options,
+      tree,
     ),
     momenta=stored(momenta, state.momenta),
     memory=jax.tree.map(like, out.memory, state.memory),

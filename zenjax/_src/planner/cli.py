@@ -112,6 +112,12 @@ def _plan(options: argparse.Namespace) -> Iterator[str]:
     yield from columns(rows)
   sets = [x.devices * batch for x, batch in zip(topologies, batches)]
   yield from _notes(trace, topologies[0], max(sets))
+  if options.compute_seconds and set(options.allow) - {"lossless"}:
+    yield (
+      "note: the trace does not know in which order gradients are computed, so"
+      " parts are cut as if the last leaf's came first. `zenjax.planner.plan`"
+      " knows the order."
+    )
 
 
 def _topology(
@@ -160,9 +166,10 @@ def _planned(
   from zenjax._src.planner import questions
   from zenjax._src.planner import timeline
 
-  # A trace does not know the order in which gradients are computed.
-  leaves = trace.header.leaves
-  ready = timeline.in_order([math.prod(leaf.shape) for leaf in leaves])
+  # A trace does not know the order in which gradients are computed. The last
+  # leaf is often of the last layer, whose gradient is computed first.
+  leaves = trace.header.leaves[::-1]
+  ready = timeline.in_order([math.prod(leaf.shape) for leaf in leaves])[::-1]
   gradients = [
     questions.Gradient(
       leaf.name,
@@ -171,7 +178,7 @@ def _planned(
       leaf.look_ups and leaf.look_ups * batch,
       at,
     )
-    for leaf, at in zip(leaves, ready)
+    for leaf, at in zip(trace.header.leaves, ready)
   ]
   dtypes, compressors = questions.losses(options.allow)
   return plan_model.answer(

@@ -131,6 +131,8 @@ class Step:
 
   def _cut(self, best: Strategy) -> Strategy:
     """Cuts the backward pass where a step gains."""
+    if not self._question.compute_seconds:
+      return best
     places = {
       gradient.ready
       for gradient, way in zip(self._question.gradients, best.ways)

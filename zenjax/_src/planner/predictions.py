@@ -26,17 +26,15 @@ def every_way(question: Question) -> list[dict[Way, Prediction]]:
   Small ones have one way.
   """
   predicted = []
-  works = {x: work(question, x) for x in question.compressors}
+  works = [(x, work(question, x)) for x in question.compressors]
   for gradient in question.gradients:
     table, profile = gradient.table, question.profile(gradient)
     ways = {PMEAN: question.model.of_way(PMEAN, table, profile)}
     if question.topology.devices > 1 and gradient.may_be_compressed:
-      for compressor in works:
+      for compressor, each in works:
         if fitting(compressor, [gradient], question.model.context):
           way = PMEAN._replace(compressor=str(compressor))
-          ways[way] = compressed(
-            question, compressor, works[compressor], [gradient]
-          )
+          ways[way] = compressed(question, compressor, each, [gradient])
     elif question.topology.devices > 1 and gradient.is_table:
       narrower = [
         name
@@ -78,7 +76,7 @@ def work(question: Question, compressor: Compressor) -> float:
   if name not in question.local_seconds:
     return _PASSES * model.work.mask_byte
   them = fitting(compressor, question.gradients, model.context)
-  return question.local_seconds[name] / _size(them)
+  return question.local_seconds[name] / max(_size(them), 1)
 
 
 def compressed(

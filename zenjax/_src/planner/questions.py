@@ -174,18 +174,12 @@ def ask(
       f" {profile!r}. Pass the result of `zenjax.planner.profile(state)`."
     )
   check_names("profile", known, list(rows))
-  # An array from zenjax's `value_and_grad` shows that the loss uses a table
-  # other than by lookups, as a tied softmax does. Such a use touches all rows.
-  # `jax.value_and_grad` returns arrays for all parameters, which shows nothing.
-  if getattr(value_and_grad, "gives_rows", False) or any(
-    gradient.look_ups is not None for gradient in gradients
-  ):
-    gradients = tuple(
-      gradient._replace(
-        whole=gradient.look_ups is None and gradient.name not in known
-      )
-      for gradient in gradients
-    )
+  # What was counted says more than what the loss does with a table.
+  sparse = {name for name, x in known.items() if x.union < rows[name]}
+  gradients = tuple(
+    gradient._replace(whole=gradient.whole and gradient.name not in sparse)
+    for gradient in gradients
+  )
   return Question(
     gradients=gradients,
     topology=topology,
@@ -199,24 +193,35 @@ def gradients_of(
   value_and_grad: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[Gradient, ...]:
   """Traces a function, and returns its gradients."""
-  closed, shape = jax.make_jaxpr(value_and_grad, return_shape=True)(*args)
+  given: Any = value_and_grad
+  if not hasattr(given, "trace"):  # As a jitted function has.
+    given = jax.jit(lambda *args: value_and_grad(*args))
+  traced = given.trace(*args)
+  shape = traced.out_info
   if not isinstance(shape, tuple) or len(shape) != 2:
     raise TypeError(
       "`value_and_grad` must return a pair (value, gradients), got"
       f" {type(shape).__name__}. Pass `zenjax.value_and_grad(loss)`."
     )
-  places = jax.tree.structure(shape).unflatten(timeline.ready(closed))[1]
+  leaves = leaf_util.named_leaves(shape[1], is_rows)
+  ready = jax.tree.structure(shape).unflatten(timeline.ready(traced.jaxpr))[1]
+  # An array from zenjax's `value_and_grad` shows that the loss uses a table
+  # other than by lookups, as a tied softmax does. Such a use touches all rows.
+  # `jax.value_and_grad` returns arrays for all parameters, which shows nothing.
+  gives_rows = getattr(value_and_grad, "gives_rows", False) or any(
+    is_rows(leaf) for _, leaf in leaves
+  )
   return tuple(
     Gradient(
       name,
       tuple(leaf.shape),
       np.dtype(leaf.dtype),
       leaf.capacity if is_rows(leaf) else None,
-      max(jax.tree.leaves(place)),
+      ready=max(jax.tree.leaves(at)),
+      whole=gives_rows and not is_rows(leaf),
     )
-    for (name, leaf), (_, place) in zip(
-      leaf_util.named_leaves(shape[1], is_rows),
-      leaf_util.named_leaves(places, is_rows),
+    for (name, leaf), (_, at) in zip(
+      leaves, leaf_util.named_leaves(ready, is_rows)
     )
   )
 

@@ -99,7 +99,7 @@ def ready(closed: Any) -> list[float]:
   It counts the operations of a traced `value_and_grad`, in its order. Those
   that only change a gradient's form take no time: of many models, parameters
   are cast at the beginning, so the casts of all gradients are traced last.
-  Without any product of arrays, results take as long as they are large.
+  Without products in the backward pass, results take as long as they are large.
 
   Args:
     closed: The result of `jax.make_jaxpr`.
@@ -123,9 +123,9 @@ def ready(closed: Any) -> list[float]:
 
   jaxpr = jaxprs.opened(closed)[0]
   places = run(jaxpr, [0.0] * len(jaxpr.invars))
-  if not done:
-    return in_order([math.prod(x.aval.shape) for x in jaxpr.outvars])
   forward = (1 - BACKWARD) * done
+  if max(places, default=0.0) <= forward:
+    return in_order([math.prod(x.aval.shape) for x in jaxpr.outvars])
   return [max(x - forward, 0.0) / (done - forward) for x in places]
 
 

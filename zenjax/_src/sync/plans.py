@@ -47,7 +47,7 @@ class LeafPlan:
     dense_seconds: Predicted time of pmean.
     wire_bytes: Predicted bytes that a device receives.
     rows: Mean nonzero rows of a device that the choice is based on; None if
-      they were not counted but assumed as for a vocabulary.
+      they were not counted.
     union: Nonzero rows of all devices together.
     others: `(choice, seconds)` of all other ways, the fastest first.
     reason: The reason for the choice, empty for leaves without a choice.
