@@ -1,4 +1,4 @@
-"""The planner beside procedures of papers, on the papers' models.
+"""Compares the planner with the procedures of papers, on their models.
 
 Run `python -m benchmarks.peers`. Nothing is trained: a step of each model is
 predicted by a timeline that this file computes by itself, on links of equal
@@ -49,7 +49,7 @@ class Leaf(NamedTuple):
   ready_s: float  # since the beginning of the step
 
 
-# What is sent together: leaves, and a compressor or None.
+# Leaves that are summed together, and their compressor; None for plain sums.
 Exchange = tuple[tuple[int, ...], compress.Codec | None]
 
 
@@ -68,7 +68,7 @@ class Machine(NamedTuple):
     work = [2 * math.prod(s) * positions * batch for s, positions in layers]
     done, leaves = sum(work), []
     for i in reversed(range(len(layers))):
-      # First the gradient of the weight, then that of what the layer is given.
+      # The gradient of a weight comes before the gradient of the layer's input.
       leaves.append(Leaf(math.prod(layers[i][0]), (done + work[i]) / FLOPS))
       done += 2 * work[i] if i else work[i]
     return cls(hosts, bandwidth, tuple(leaves), done / FLOPS)
@@ -155,7 +155,7 @@ def merge_comp(machine: Machine) -> list[Exchange]:
 def ours(
   machine: Machine, layers: Sequence[Layer], rate: str
 ) -> tuple[list[Exchange], zenjax.planner.Plan]:
-  """What `zenjax.planner.plan` chooses, as exchanges."""
+  """Returns the exchanges that `zenjax.planner.plan` chooses, and the plan."""
   elements = paper_models.elements(layers)
   plan = zenjax.planner.plan(
     zenjax.value_and_grad(paper_models.loss(layers)),

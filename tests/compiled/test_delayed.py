@@ -71,7 +71,7 @@ def _schedule(tx, axes=("data",), sizes=(8,)) -> str:
 
 
 def _beside(schedule: str, first: int, last: int) -> int:
-  """Counts products, by their number, that run beside a collective."""
+  """Counts the products `first` to `last - 1` that run beside a collective."""
   under_way, products, found = 0, 0, 0
   for event in _EVENT.finditer(schedule):
     if event[1]:

@@ -444,6 +444,22 @@ def test_a_plan_runs(compressor):
     zenjax.zen_sync("data", plan=plan)
 
 
+def in_parts(compressor, parts, mesh):
+  """Returns a plan for leaves "a", "b" and so on, in these parts."""
+  leaves = [
+    zenjax.planner.LeafPlan(
+      name=name,
+      shape=(128, 128),
+      dtype="float32",
+      scheme="dense",
+      compressor=compressor,
+      group=part,
+    )
+    for name, part in zip("abc", parts)
+  ]
+  return zenjax.planner.Plan(leaves=tuple(leaves), mesh=mesh)
+
+
 @pytest.mark.parametrize("axes", [("data",), ("host", "device")], ids=str)
 def test_parts_give_the_same_sums(axes):
   """As one exchange, if no errors are kept: other devices would keep them."""
@@ -456,20 +472,7 @@ def test_parts_give_the_same_sums(axes):
   }
 
   def run(parts):
-    leaves = [
-      zenjax.planner.LeafPlan(
-        name=name,
-        shape=(128, 128),
-        dtype="float32",
-        scheme="dense",
-        compressor="LowBit(4)",
-        group=part,
-      )
-      for name, part in zip("abc", parts)
-    ]
-    plan = zenjax.planner.Plan(
-      leaves=tuple(leaves), mesh=tuple(zip(axes, sizes))
-    )
+    plan = in_parts("LowBit(4)", parts, tuple(zip(axes, sizes)))
     tx = compress.all_reduce(plan, axes, error_feedback=False)
     state = zenjax.init_state(
       tx, jax.tree.map(lambda x: x[0], grads), mesh, axes
@@ -494,20 +497,8 @@ def test_parts_give_the_same_sums(axes):
 
 
 def test_equal_leaves_in_two_parts_are_not_rounded_alike():
-  plan = zenjax.planner.Plan(
-    leaves=tuple(
-      zenjax.planner.LeafPlan(
-        name=name,
-        shape=(128, 128),
-        dtype="float32",
-        scheme="dense",
-        compressor="LowBit(2, rounding='stochastic')",
-        group=part,
-      )
-      for part, name in enumerate("ab")
-    ),
-    mesh=(("data", 2),),
-  )
+  random = "LowBit(2, rounding='stochastic')"
+  plan = in_parts(random, (0, 1), (("data", 2),))
   tx = compress.all_reduce(plan, "data", error_feedback=False)
   x = jax.random.normal(jax.random.key(0), (2, 128, 128))
   grads = {"a": x, "b": x}

@@ -1,4 +1,4 @@
-"""Parts of the backward pass, beside the procedures that papers describe."""
+"""Parts of the backward pass, compared with the procedures of papers."""
 
 import jax
 from jax import lax
@@ -130,26 +130,24 @@ def test_a_jitted_function_may_have_static_arguments():
   assert zenjax.planner.plan(grads, w, 2, topology=topology).devices == 4
 
 
-def test_without_a_time_to_compute_there_is_one_part():
+def plan_of_layers(**options):
   layers = paper_models.transformer(6, 512, 128)
-  plan = zenjax.planner.plan(
+  return zenjax.planner.plan(
     jax.value_and_grad(paper_models.loss(layers)),
     paper_models.parameters(layers),
     topology=Topology.network("10 Gbit/s", 8),
     allow="int8",
+    **options,
   )
+
+
+def test_without_a_time_to_compute_there_is_one_part():
+  plan = plan_of_layers()
   assert plan.pays and {leaf.group for leaf in plan.leaves} == {0}
 
 
 def test_a_plan_tells_the_parts():
-  layers = paper_models.transformer(6, 512, 128)
-  plan = zenjax.planner.plan(
-    jax.value_and_grad(paper_models.loss(layers)),
-    paper_models.parameters(layers),
-    topology=Topology.network("10 Gbit/s", 8),
-    compute_seconds=0.03,
-    allow="int8",
-  )
+  plan = plan_of_layers(compute_seconds=0.03)
   parts = [leaf.group for leaf in plan.leaves if leaf.compressor]
   # The last layers are there first.
   assert parts == sorted(parts, reverse=True) and len(set(parts)) > 1

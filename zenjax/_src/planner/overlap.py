@@ -58,7 +58,8 @@ class Step:
     self._question, self._predicted = question, predicted
     self._dense = [not gradient.is_table for gradient in question.gradients]
     self._compressors = {
-      str(x): (x, predictions.work(question, x)) for x in question.compressors
+      str(x): (x, predictions.seconds_per_byte(question, x))
+      for x in question.compressors
     }
     self._shared = functools.cache(self._share)
 

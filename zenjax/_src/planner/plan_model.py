@@ -190,7 +190,7 @@ def planned(
       reason = "; ".join([*filter(None, [reason]), part])
     if way == PMEAN and gradient.may_be_compressed and question.compute_seconds:
       if reason.endswith("by itself"):
-        reason += ", but that would make a step too little shorter"
+        reason += ", but the whole step would gain too little"
     leaves.append(
       LeafPlan(
         name=gradient.name,

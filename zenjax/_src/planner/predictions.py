@@ -26,15 +26,15 @@ def every_way(question: Question) -> list[dict[Way, Prediction]]:
   Small ones have one way.
   """
   predicted = []
-  works = [(x, work(question, x)) for x in question.compressors]
+  rates = [(x, seconds_per_byte(question, x)) for x in question.compressors]
   for gradient in question.gradients:
     table, profile = gradient.table, question.profile(gradient)
     ways = {PMEAN: question.model.of_way(PMEAN, table, profile)}
     if question.topology.devices > 1 and gradient.may_be_compressed:
-      for compressor, each in works:
+      for compressor, rate in rates:
         if fitting(compressor, [gradient], question.model.context):
           way = PMEAN._replace(compressor=str(compressor))
-          ways[way] = compressed(question, compressor, each, [gradient])
+          ways[way] = compressed(question, compressor, rate, [gradient])
     elif question.topology.devices > 1 and gradient.is_table:
       narrower = [
         name
@@ -70,19 +70,19 @@ def _fits(
   return True
 
 
-def work(question: Question, compressor: Compressor) -> float:
-  """Returns how many seconds a compressor computes for each byte."""
+def seconds_per_byte(question: Question, compressor: Compressor) -> float:
+  """Returns the seconds that a compressor computes for each byte."""
   model, name = question.model, str(compressor)
   if name not in question.local_seconds:
     return _PASSES * model.work.mask_byte
-  them = fitting(compressor, question.gradients, model.context)
-  return question.local_seconds[name] / max(_size(them), 1)
+  measured = fitting(compressor, question.gradients, model.context)
+  return question.local_seconds[name] / max(_size(measured), 1)
 
 
 def compressed(
   question: Question,
   compressor: Compressor,
-  work: float,
+  rate: float,
   gradients: Sequence[Gradient],
 ) -> Prediction:
   """Predicts the compressed sum of gradients, which share its exchange.
@@ -90,12 +90,12 @@ def compressed(
   Args:
     question: The question.
     compressor: The compressor.
-    work: What `work` returned.
+    rate: Seconds that it computes for each byte.
     gradients: Gradients that it can take.
   """
   model = question.model
   messages = compressor.messages([x.shape for x in gradients], model.context)
-  local_s = work * _size(gradients)
+  local_s = rate * _size(gradients)
   return model.of_messages(str(compressor), messages, local_s=local_s)
 
 

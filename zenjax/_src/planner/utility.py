@@ -263,8 +263,8 @@ class _Model:
     if not mine:
       return None
     rest = [x for x in self.dense if x not in mine]
-    work = predictions.work(self.question, compressor)
-    found = predictions.compressed(self.question, compressor, work, mine)
+    rate = predictions.seconds_per_byte(self.question, compressor)
+    found = predictions.compressed(self.question, compressor, rate, mine)
     part = Part(1.0, found.seconds - found.local_s, found.local_s)
     rows, small = self._rows(), timeline.all_reduced(self.cost, _bytes(rest))
     seconds = self._overlapped(rest, [part]) + choice.seconds(rows)
