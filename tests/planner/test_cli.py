@@ -49,6 +49,20 @@ def test_plan_prints_and_saves(trace, tmp_path, capsys):
   assert seen and larger and seen < larger < 2 * seen
 
 
+def test_parts_of_a_trace_begin_with_its_last_leaf(tmp_path, capsys):
+  layers = [
+    traces.LeafInfo(name=f"layer{i}", shape=(1024, 1024), is_table=False)
+    for i in range(4)
+  ]
+  trace, path = write(tmp_path / "trace", (TABLE, *layers)), tmp_path / "plan"
+  words = ["plan", "--trace", trace, *NETWORK, "--compute-seconds", "0.012"]
+  assert main([*words, "--allow", "int8", "--json", str(path)]) == 0
+  found = planner.Plan.from_json(path.read_text())
+  parts = [leaf.group for leaf in found.leaves if leaf.compressor]
+  assert parts == sorted(parts, reverse=True) and len(set(parts)) > 1
+  assert "does not know in which order" in capsys.readouterr().out
+
+
 def test_a_pod_and_a_measured_machine(trace, tmp_path, capsys):
   assert main(["plan", "--trace", trace, *POD]) == 0
   said = capsys.readouterr().out
