@@ -106,9 +106,9 @@ def test_sparsifiers_learn_for_fewer_bytes(tmp_path):
 
 
 def test_planning_predicts(tmp_path):
-  out = _example(tmp_path, "planning.py", "--steps", "12", optimized=True)
+  out = _example(tmp_path, "planning.py", "--steps", "8")
   losses = _losses(out)
-  assert losses[-1] < 0.7 * losses[0]
+  assert losses[-1] < 0.8 * losses[0]
 
 
 def test_each_stands_alone():
