@@ -1,6 +1,5 @@
 """Eight fake CPU devices and strict numerics for every test."""
 
-import gc
 import importlib.util
 import os
 import pathlib
@@ -22,7 +21,7 @@ if not importlib.util.find_spec("libtpu"):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
       os.environ["JAX_COMPILATION_CACHE_DIR"], os.environ["PYTEST_XDIST_WORKER"]
     )
-  os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+  os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
   os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import hypothesis  # noqa: E402
@@ -55,13 +54,6 @@ _COMMON = {
 hypothesis.settings.register_profile("ci", derandomize=True, **_COMMON)
 hypothesis.settings.register_profile("explore", **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("ZENJAX_HYPOTHESIS", "ci"))
-
-
-def pytest_collection_finish():
-  """Garbage is sought among what tests make, not in all that was imported."""
-  gc.collect()
-  gc.freeze()
-  gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture
