@@ -73,12 +73,17 @@ def _plain(text: str, folder: pathlib.Path) -> str:
   return re.sub(r"\{\w+\}(?=`)", "", text).strip() + "\n"
 
 
-def _printed(output) -> str:
-  """Returns the text of a cell's output."""
-  if output.output_type == "stream":
-    return output.text
-  data = output.get("data", {})
-  return "" if "text/html" in data else data.get("text/plain", "")
+def _printed(outputs) -> list[str]:
+  """Returns the texts of a cell's outputs."""
+  texts, streams = [], set()
+  for output in outputs:
+    if output.output_type == "stream":
+      # `nb_merge_streams` puts all of a stream into its first output.
+      texts += [] if output.name in streams else [output.text]
+      streams.add(output.name)
+    elif "text/html" not in (data := output.get("data", {})):
+      texts.append(data.get("text/plain", ""))
+  return texts
 
 
 def _executed(notebook: pathlib.Path, folder: pathlib.Path) -> str:
@@ -93,7 +98,7 @@ def _executed(notebook: pathlib.Path, folder: pathlib.Path) -> str:
       continue
     if "remove-input" not in tags:
       parts.append(f"```python\n{cell.source}\n```\n")
-    text = "\n".join(filter(None, map(_printed, cell.outputs))).rstrip()
+    text = "\n".join(filter(None, _printed(cell.outputs))).rstrip()
     if text:
       parts.append(f"```\n{text}\n```\n")
   return "\n".join(parts)

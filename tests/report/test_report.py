@@ -95,8 +95,7 @@ def test_report_where_nothing_was_exchanged():
   step = jax.jit(step)
   for told in (
     "no step was taken yet.",
-    "the step was taken on one device: nothing was exchanged.",
-    "the 2 steps were taken on one device: nothing was exchanged.",
+    *["there is one device, so nothing was exchanged."] * 2,
   ):
     assert zenjax.report(state) == f"zen_sync: {told}"
     state = jax.tree.map(lambda x: x[0], step(grads, state)[1])

@@ -319,6 +319,17 @@ def test_a_checkpoint_has_the_numbers_and_a_target_has_the_plan(
       trainer(stack_of(4))
 
 
+def test_what_other_devices_have_counted_is_forgotten(trainer):
+  assert "would change" in zenjax.report(trainer.state)
+  saved = zenjax.to_checkpoint(trainer.state)
+  same = zenjax.from_checkpoint(saved, runners.mesh(N), "data")
+  assert zenjax.report(same) == zenjax.report(trainer.state)
+  fewer = zenjax.from_checkpoint(saved, runners.mesh(2), "data")
+  assert zenjax.tune(fewer) is fewer
+  told = zenjax.report(fewer)
+  assert told == "zen_sync: no step was taken on 2 devices yet."
+
+
 def batch_of(seed, mesh):
   ids = np.random.default_rng(seed).zipf(1.2, 4096) % ROWS
   return jax.device_put(ids, NamedSharding(mesh, P("data")))

@@ -326,7 +326,7 @@ def errors() -> dict[str, Any]:
       lambda: zenjax.tables.shard({"w": jnp.ones((600, 2))}, mesh, "data"),
       ValueError, "`tables` must choose a parameter.*'w'"),
     "prefix": (lambda: shard(params, mesh, tables=["t"]),
-      ValueError, "`tables` must be a pytree prefix"),
+      ValueError, r"`tables` must be a pytree prefix.*name in \[.t.\]`"),
     "not chosen": (
       lambda: shard(
         {"t": zenjax.tables.init_by_rows(OF_IDS, 20), "u": table_of()}, mesh,

@@ -108,7 +108,8 @@ def _steps(nodes: Sequence[Any]) -> int:
 
 
 def _title(by: str, steps: float, devices: float) -> str:
-  return f"{by} after {steps:.0f} steps on {devices:.0f} devices"
+  plural = "s" if devices > 1 else ""
+  return f"{by} after {steps:.0f} steps on {devices:.0f} device{plural}"
 
 
 def _bytes(s: Mapping[str, float]) -> str:
@@ -202,8 +203,11 @@ def _synced_leaves(
     title = _title("sharded_optimizer, sharded tables,", steps, devices)
     lines += _table(title, tables, _SHARDED, "table")
   if not lines:
-    taken = "step was" if steps == 1 else f"{steps} steps were"
-    return [f"{by}: the {taken} taken on one device: nothing was exchanged."]
+    leaves = [leaf for node in nodes for leaf in node.leaves.values()]
+    devices = max(stats.numbers_of(leaf)[0].devices for leaf in leaves)
+    if devices > 1:  # The state was moved.
+      return [f"{by}: no step was taken on {devices} devices yet."]
+    return [f"{by}: there is one device, so nothing was exchanged."]
   return lines + tune.told(state)
 
 

@@ -154,18 +154,24 @@ def explicit(tree: Any, sparse: SparseSpec, argument: str) -> list[bool]:
   leaves = named_leaves(tree)
   if callable(sparse):
     return [bool(sparse(name, leaf)) for name, leaf in leaves]
+  strings = [x for x in jax.tree.leaves(sparse) if isinstance(x, str)]
+  by_name = (
+    " To choose by name, write"
+    f" `{argument}=lambda name, leaf: name in {strings or leaves[0][:1]!r}`."
+  )
   try:
     chosen = jax.tree.leaves(jax.tree.broadcast(sparse, tree))
   except ValueError as error:
     raise ValueError(
-      f"`{argument}` must be a pytree prefix of {jax.tree.structure(tree)}, got"
-      f" {jax.tree.structure(sparse)}. Or give a callable (name, leaf) -> bool."
+      f"`{argument}` must be a pytree prefix of bools, or a function of name and"
+      f" leaf, got {sparse if strings else jax.tree.structure(sparse)} for"
+      f" {jax.tree.structure(tree)}.{by_name}"
     ) from error
   for (name, _), wanted in zip(leaves, chosen):
     if not isinstance(wanted, bool):
       raise ValueError(
         f"`{argument}` must be a bool for every leaf, got {wanted!r} for leaf"
-        f" {name!r}. Or give a callable (name, leaf) -> bool."
+        f" {name!r}.{by_name}"
       )
   return chosen
 

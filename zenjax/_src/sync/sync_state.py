@@ -30,8 +30,8 @@ from zenjax._src.sync.sync_options import Options
 
 # `zenjax.tune` sees the needs of this many steps.
 HISTORY = 64
-# Recorded instead of the needs of a step that was all-reduced.
-DENSE_STEP = -1
+# Instead of the needs of a step that was all-reduced, or is not taken yet.
+DENSE_STEP, NO_STEP = -1, -2
 # States keep the index of a scheme in this list.
 SCHEMES = (DENSE, *SPARSE)
 
@@ -74,19 +74,22 @@ class LeafState:
 
   sizes: jax.Array  # [len(Sizes)] int32
   last: jax.Array  # [len(Last)] float32
-  history: jax.Array  # [HISTORY, 2] int32, push and pull needed or DENSE_STEP
+  # [HISTORY, 2] int32: push and pull needed, or DENSE_STEP, or NO_STEP.
+  history: jax.Array
   sharded: bool = dataclasses.field(default=False, metadata={"static": True})
 
   def on_devices(self, devices: int) -> "LeafState":
-    """Returns the state, which has host arrays, for this many devices."""
+    """Returns the state for this many devices.
 
-    def moved(sizes: Any) -> np.ndarray:
-      known = Sizes(*map(int, sizes))
-      known = known._replace(devices=devices) if known.devices else known
-      return np.array(known, np.int32)
-
-    # In `nnx.Optimizer` it is inside of a variable.
-    return dataclasses.replace(self, sizes=jax.tree.map(moved, self.sizes))
+    It forgets what other devices have counted, because theirs were other
+    batches and other owners.
+    """
+    (sizes,) = jax.tree.leaves(self.sizes)
+    if int(Sizes(*sizes).devices) in (0, devices):
+      return self
+    new = empty_leaf(devices=devices, sharded=self.sharded)
+    # In `nnx.Optimizer` each array is inside of a variable.
+    return jax.tree.map(lambda _, fresh: np.asarray(fresh), self, new)
 
 
 class LeafChoice(NamedTuple):
@@ -169,7 +172,7 @@ def empty_leaf(*, devices: int = 0, sharded: bool = False) -> LeafState:
   return LeafState(
     sizes=jnp.array(sizes, jnp.int32),
     last=jnp.zeros(len(Last._fields), jnp.float32),
-    history=jnp.zeros((HISTORY, 2), jnp.int32),
+    history=jnp.full((HISTORY, 2), NO_STEP, jnp.int32),
     sharded=sharded,
   )
 

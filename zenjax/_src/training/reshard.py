@@ -25,7 +25,7 @@ from zenjax._src.training import placement
 
 
 def to_checkpoint(state: Any, *, donate: bool = False) -> Any:
-  """Brings a state into the form to save, the same for any number of devices.
+  """Brings a state into a form that any number of devices can restore.
 
   Replicated leaves become host arrays. Sharded tables, and optimizer state with
   a row for each of their rows, stay on their devices, each with a range of rows
