@@ -163,8 +163,8 @@ def explicit(tree: Any, sparse: SparseSpec, argument: str) -> list[bool]:
     chosen = jax.tree.leaves(jax.tree.broadcast(sparse, tree))
   except ValueError as error:
     raise ValueError(
-      f"`{argument}` must be a pytree prefix of bools, or a function of name and"
-      f" leaf, got {sparse if strings else jax.tree.structure(sparse)} for"
+      f"`{argument}` must be a pytree prefix of bools, or a function of name"
+      f" and leaf, got {sparse if strings else jax.tree.structure(sparse)} for"
       f" {jax.tree.structure(tree)}.{by_name}"
     ) from error
   for (name, _), wanted in zip(leaves, chosen):

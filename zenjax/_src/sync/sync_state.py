@@ -30,7 +30,7 @@ from zenjax._src.sync.sync_options import Options
 
 # `zenjax.tune` sees the needs of this many steps.
 HISTORY = 64
-# Instead of the needs of a step that was all-reduced, or is not taken yet.
+# Instead of the needs of a step that was all-reduced, or not taken yet.
 DENSE_STEP, NO_STEP = -1, -2
 # States keep the index of a scheme in this list.
 SCHEMES = (DENSE, *SPARSE)
