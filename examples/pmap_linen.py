@@ -63,7 +63,7 @@ def train(steps: int) -> list[float]:
   devices = jax.local_device_count()
   rng = np.random.default_rng(0)
   words, _ = documents(rng, devices)
-  params = MODEL.init(jax.random.key(0), words[0])
+  params = jax.jit(MODEL.init)(jax.random.key(0), words[0])
   opt_state = jax_utils.replicate(TX.init(params))
   params = jax_utils.replicate(params)
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 import runners
 import sparsifier_models as models
+from usual import usual
 
 import zenjax
 from zenjax import compress
@@ -265,7 +266,9 @@ def test_thresholds_follow_as_published(count, factor):
 # --- what is sent -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wire", [None, jnp.bfloat16])
+@pytest.mark.parametrize(
+  "wire", [pytest.param(None, marks=pytest.mark.more), jnp.bfloat16]
+)
 def test_what_does_not_fit_follows_in_further_rounds(wire):
   gradients, k = laplace(20) * np.float32(0.006), int(DENSITY * SIZE)
   how: Any = dict(controller="paper", wire_dtype=wire)
@@ -291,7 +294,9 @@ def test_what_does_not_fit_follows_in_further_rounds(wire):
 @pytest.mark.parametrize(
   "compressor",
   [
-    compress.MiCRO(0.05, wire_dtype=jnp.float16),
+    pytest.param(
+      compress.MiCRO(0.05, wire_dtype=jnp.float16), marks=pytest.mark.more
+    ),
     compress.MiCRO(0.05, "paper", wire_dtype=jnp.float16),
     compress.TopK(0.05, wire_dtype=jnp.float16),
     compress.Threshold(1e-9, density=1, wire_dtype=jnp.float16),
@@ -455,7 +460,9 @@ def test_inside_multi_steps():
   assert zenjax.stats(state)["compressed"]["steps"] == 3
 
 
-@pytest.mark.parametrize("name", ["ExDyna", "MiCRO", "TopK", "Threshold"])
+@pytest.mark.parametrize(
+  "name", usual(["ExDyna", "MiCRO", "TopK", "Threshold"], "ExDyna", "TopK")
+)
 def test_numbers_of_the_last_step_are_told(name):
   compressor: Any = {
     "ExDyna": compress.ExDyna(DENSITY),

@@ -13,6 +13,7 @@ import numpy as np
 import oracle
 import pytest
 import runners
+from usual import usual
 
 import zenjax
 from zenjax.kernels._dispatch import interpreted
@@ -77,7 +78,7 @@ def check(program: Program, named_stacks) -> None:
     oracle.check_same_bits(got, plain(stack), label=name, any_nan=True)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", usual(PROGRAMS, "cuda", "tpu"))
 def test_every_case_with_kernels(name):
   """They give the bits of plain JAX."""
   program = PROGRAMS[name]

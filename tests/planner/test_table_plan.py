@@ -235,7 +235,7 @@ def test_the_limit_is_the_memory_of_the_machine():
   assert made(memory_bytes=1e12).tables[0].form == ROWS
 
 
-@pytest.mark.parametrize("form", usual(FORMS, ROWS, ZERO1, SHARDED))
+@pytest.mark.parametrize("form", usual(FORMS, ROWS, SHARDED))
 def test_memory_is_that_of_the_compiled_step(form):
   mesh, axes = mesh_of(N)
   tx, rows = optax.adagrad(0.1), 65536

@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 import pytest
 import runners
 import steps
+from usual import usual
 
 import zenjax
 
@@ -107,7 +108,7 @@ def tuned_once(name) -> steps.Trainer:
   return first
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", usual(CHAINS, "chain", "partition"))
 def test_one_compilation_follows_a_change_and_none_else(name):
   tuned_once(name)
 
@@ -211,7 +212,9 @@ def test_between_two_devices_rows_have_no_owners():
     oracle.check(trainer(stack)["t"], stack["t"])
 
 
-@pytest.mark.parametrize("scheme", ["zen", "dense_inside", "flat"])
+@pytest.mark.parametrize(
+  "scheme", usual(["zen", "dense_inside", "flat"], "zen", "dense_inside")
+)
 @pytest.mark.parametrize(
   "rows", [pytest.param(1_500, marks=pytest.mark.more), 4_000]
 )

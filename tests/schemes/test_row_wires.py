@@ -43,11 +43,8 @@ def called(x, axis_name, *, form, options):
 # The others run with `-m more`.
 OFTEN = [
   ("int8", "zen", "hash", 4, "rows"),
-  ("float8_e4m3fn", "zen", "hash", 8, "rows"),
   ("int4", "zen", "columns", 4, "array"),
   ("int8", "recursive_doubling", "hash", 5, "rows"),
-  ("int8", "split_dense_gather", "hash", 4, "array"),
-  ("int4", "all_gather", "hash", 4, "rows"),
   ("int8", "block_sparse", "hash", 4, "array"),
 ]
 

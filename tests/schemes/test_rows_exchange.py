@@ -221,7 +221,9 @@ def test_what_rows_cannot_do(kwargs, message):
   ("scheme", "axis", "capacities"),
   [
     ("zen", ("host", "device"), None),
-    ("split_all_gather", ("host", "device"), None),
+    pytest.param(
+      "split_all_gather", ("host", "device"), None, marks=pytest.mark.more
+    ),
     ("recursive_doubling", "data", (12, 14)),
   ],
 )

@@ -12,6 +12,7 @@ from jax.sharding import reshard
 import numpy as np
 import optax
 import pytest
+from usual import usual
 
 import zenjax
 from zenjax import compress
@@ -302,7 +303,7 @@ def run_apart(tx, mesh, mapped: bool):
   return losses, params, state
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", usual(APART, "micro"))
 def test_what_devices_keep_apart_is_that_of_shard_map(name):
   """Residuals and momentum, bit for bit; parts are added."""
   chained = lambda op: optax.chain(APART[name](op), optax.sgd(0.5))

@@ -82,7 +82,11 @@ def test_hierarchy(scheme, shape, check_vma):
 
 
 @pytest.mark.parametrize(
-  ("partition", "capacities"), [("columns", (4, 12)), ("hash", (1, 2))]
+  ("partition", "capacities"),
+  [
+    ("columns", (4, 12)),
+    pytest.param("hash", (1, 2), marks=pytest.mark.more),
+  ],
 )
 def test_hierarchy_with_rounds(partition, capacities):
   run = hierarchical(
@@ -295,7 +299,7 @@ def _by_data_rank(result, width) -> np.ndarray:
   ("width_spec", "partition", "check_vma"),
   [
     (None, "hash", True),
-    ("model", "hash", False),
+    pytest.param("model", "hash", False, marks=pytest.mark.more),
     ("model", "columns", True),
   ],
 )

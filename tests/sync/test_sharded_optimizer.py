@@ -128,7 +128,9 @@ def by_owners(name, **options):
 @pytest.mark.parametrize(
   ("name", "options"),
   [
-    pytest.param("anchored", dict(hash_seed=3), id="anchored"),
+    pytest.param(
+      "anchored", dict(hash_seed=3), id="anchored", marks=pytest.mark.more
+    ),
     pytest.param(
       "adagrad", dict(clip_norm=CLIP, capacities=(2, 5)), id="clipped"
     ),

@@ -68,7 +68,9 @@ def whole_run():
   return run(optax.adagrad(0.1), nnx.value_and_grad, False)
 
 
-@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize(
+  "shard", [pytest.param(False, marks=pytest.mark.more), True]
+)
 def test_nnx_optimizer(shard):
   want, whole, _ = whole_run()
   given: Any = {} if shard else {"sparse": EMBEDDINGS}

@@ -90,7 +90,7 @@ def rows_of(key, ids):
   return jax.vmap(lambda key: jax.random.normal(key, (D,)))(keys)
 
 
-@pytest.mark.parametrize("n", [3, 8])
+@pytest.mark.parametrize("n", [3, pytest.param(8, marks=pytest.mark.more)])
 def test_a_table_is_made_row_by_row(n):
   mesh, key = mesh_of(n), jax.random.key(5)
   make = lambda key: zenjax.tables.init_by_rows(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from usual import usual
 
 import zenjax
 
@@ -197,7 +198,7 @@ def test_steps_are_those_of_tables_in_leaves_of_their_own(as_optax_computes):
     np.testing.assert_array_equal(got[leaf], again[leaf])
 
 
-@pytest.mark.parametrize("way", ["explicit", "check_vma"])
+@pytest.mark.parametrize("way", usual(["explicit", "check_vma"], "explicit"))
 def test_on_explicit_axes_and_inside_shard_map(way, as_optax_computes):
   kind = jax.sharding.AxisType
   of = kind.Explicit if way == "explicit" else kind.Auto
@@ -276,7 +277,7 @@ def test_stacks_are_placed_and_come_back(n, tables):
   np.testing.assert_array_equal(made.value, flat.value)
 
 
-@pytest.mark.parametrize("name", ["mapped", "scanned"])
+@pytest.mark.parametrize("name", usual(["mapped", "scanned"], "mapped"))
 def test_look_ups_alone_and_ids_ahead_of_their_step(name):
   mesh, params = _mesh(4), _params()
   loss = functools.partial(_loss, LOOK_UPS[name])
@@ -384,7 +385,7 @@ def test_layers_of_flax_with_a_table_each(wrap, as_optax_computes):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["mapped", "scanned"])
+@pytest.mark.parametrize("name", usual(["mapped", "scanned"], "scanned"))
 def test_no_device_has_a_whole_stack_nor_a_whole_table(name):
   mesh, tx = _mesh(4), zenjax.sharded_optimizer(optax.adagrad(0.05), "data")
   rows = 6007  # No other dimension is that large.

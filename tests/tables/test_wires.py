@@ -12,6 +12,7 @@ import pytest
 import row_wires
 import runners
 from stablehlo import collectives
+from usual import usual
 
 import zenjax
 from zenjax._src.core import wire as wire_of_rows
@@ -85,12 +86,13 @@ def step_of(n: int, way: str, **options: Any) -> tuple[Any, Any]:
   ("wire", "n", "way"),
   [
     ("bfloat16", 4, "jit"),
-    ("int8", 1, "jit"),
     ("float8_e4m3fn", 8, "data_parallel"),
     ("int4", 2, "data_parallel"),
     # The others run with `-m more`.
     *(pytest.param(wire, 4, "jit", marks=pytest.mark.more) for wire in WIRES),
-    *(pytest.param("int8", n, "jit", marks=pytest.mark.more) for n in (2, 8)),
+    *(
+      pytest.param("int8", n, "jit", marks=pytest.mark.more) for n in (1, 2, 8)
+    ),
   ],
 )
 def test_steps_are_those_of_the_model(wire, n, way):
@@ -115,7 +117,7 @@ def test_steps_are_those_of_the_model(wire, n, way):
   assert step._cache_size() == 1 or n == 1
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+@pytest.mark.parametrize("wire", usual(["bfloat16", "int8"], "int8"))
 def test_lookups_are_the_same_on_any_number_of_devices(wire):
   """A device rounds its own rows, too."""
   ids = np.arange(0, R, 25, dtype=np.int32)
@@ -147,7 +149,9 @@ def test_float32_is_what_it_was():
   assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("wire", [None, "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(
+  "wire", [None, *usual(["bfloat16", "int8", "int4"], "int4")]
+)
 def test_a_step_sends_and_counts_what_is_declared(wire):
   n = 4
   table = sharded(n, wire)

@@ -20,7 +20,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 LOOPBACK = "--loopback --hosts 2"
 COMMANDS = [
-  "sync --workloads sweep-0.1 --variants pmean zen --devices 2",
+  pytest.param(
+    "sync --workloads sweep-0.1 --variants pmean zen --devices 2",
+    marks=pytest.mark.more,
+  ),
   f"network {LOOPBACK} --workloads sweep-0.1 --variants psum zen",
   f"tables {LOOPBACK} --rows 4000 --width 8 --tokens 100 --variants rows",
   f"step {LOOPBACK} --rows 4000 --width 4 --look-ups 64 --variants dense rows",

@@ -203,6 +203,7 @@ def test_dlrm_learns(how, tmp_path):
   assert float(found) > 0.6
 
 
+@pytest.mark.more
 def test_sparsifiers_are_compared(tmp_path):
   how = ("cnn", "--width=8", "--batch=16", "--steps=6", "--kinds", "micro")
   how += ("--devices", "2", "--densities", "0.05", "--main", "0.05")
