@@ -24,7 +24,7 @@ def plans():
 
 
 def test_every_plan_is_timed_by_its_own_steps():
-  takes = {"pmean": 0.03, "LowBit(8)": 0.01, "LowBit(4)": 0.02}
+  takes = {"pmean": 0.2, "LowBit(8)": 0.05, "LowBit(4)": 0.15}
   calls = []
 
   def step_of(plan):
@@ -39,7 +39,8 @@ def test_every_plan_is_timed_by_its_own_steps():
 
   given = plans()
   seconds = planner.measure_plans(step_of, given, repeats=3)
-  assert seconds == pytest.approx([0.03, 0.01, 0.02], rel=0.5)
+  # A busy machine takes longer, never less.
+  assert all(x >= least for x, least in zip(seconds, (0.2, 0.05, 0.15)))
   assert min(seconds) == seconds[1]
   # One after the other, so that only one program needs memory.
   assert calls == [x.leaves[0].choice for x in given for _ in range(4)]
