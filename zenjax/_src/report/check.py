@@ -82,7 +82,7 @@ class StepCheck:
     ]
     for name, change, difference, float64, problem in self.leaves:
       wide = "-" if float64 is None else f"{float64:.1e}"
-      mark = "WRONG" if problem else "ok"
+      mark = "WRONG" if problem else "ok" if self.comparable else "-"
       table.append((name, f"{change:.3g}", f"{difference:.1e}", wide, mark))
     wrong = [leaf for leaf in self.leaves if leaf.problem]
     verdict = "ok" if self.comparable else "cannot be compared"

@@ -160,12 +160,13 @@ def told(state: Any) -> list[str]:
   for name, (rows,) in sizes:
     lines.append(f"  {name}: buffers of {rows} rows for each pair of devices")
   for name, choice, fewer in leaf_changes:
-    action = "dense all-reduce"
+    action, gain = "dense all-reduce", "faster"
     if choice.capacities:
       push, pull = choice.capacities
       buffers = f"buffers of {push} rows to push, {pull} to pull"
-      action = f"{choice.scheme}, {buffers}"
-    gain = f"{fewer:.1f}x fewer bytes" if fewer > _LEAST_GAIN else "faster"
+      action, gain = f"{choice.scheme}, {buffers}", "fewer rounds"
+    if fewer > _LEAST_GAIN:
+      gain = f"{fewer:.1f}x fewer bytes"
     lines.append(f"  {name}: {action}, {gain}")
   return lines
 
