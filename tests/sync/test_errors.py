@@ -152,7 +152,7 @@ REFUSED = {
   "list": (
     init(TWO, sparse=[True, False]),
     ValueError,
-    "callable (name, leaf)",
+    "lambda name, leaf:",
   ),
   "number": (init({"a": T["t"]}, sparse={"a": 1.5}), ALL, "`sparse` 1.5"),
   "no plan": (

@@ -136,9 +136,9 @@ def test_aux_specs_that_do_not_fit(specs, words):
 NO_STEPS: dict[str, Any] = {
   "three": (
     lambda state, x: (*state, 0),
-    ("3 values", "(params, opt_state), aux"),
+    ("3 values", "`(params, opt_state)`", "as `aux`"),
   ),
-  "one": (lambda state, x: state[0], ("`()` as `aux`",)),
+  "one": (lambda state, x: state[0], ("no tuple", "`()` if there is nothing")),
   "state": (lambda state, x: state, ("without leaf '0'", "all of the state")),
   "parts": (
     lambda state, x: (state[0], state[1]),

@@ -189,8 +189,8 @@ class Threshold(_OwnSelection):
   Attributes:
     value: The threshold, at least 0.
     density: The largest part of a leaf that each device sends in a step, in
-      (0, 1]. Buffers have this size. If more numbers reach the threshold, some
-      of them wait.
+      (0, 1], but at least one number. Buffers have this size. If more numbers
+      reach the threshold, some of them wait.
     wire_dtype: A dtype such as `jnp.bfloat16` to send values in. Rounding
       errors are kept.
 

@@ -148,8 +148,8 @@ def wire_dtype(name: str, dtype: Any) -> jnp.dtype | None:
   if wire is not None and wire.itemsize < 2:
     raise ValueError(
       f"`{name}` must have 16 bits or more, got {wire.name}. Values are not"
-      f" scaled, so values above {float(jnp.finfo(wire).max):g} would be lost."
-      " Give jnp.bfloat16."
+      " scaled, so a step could send no more than"
+      f" {float(jnp.finfo(wire).max):g} of a number. Give jnp.bfloat16."
     )
   return wire
 

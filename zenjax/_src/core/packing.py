@@ -81,7 +81,8 @@ def encode_integers(
 ) -> jax.Array:
   """Converts `[m, block] float32` to integers and a scale, `[m, words] uint32`.
 
-  The largest magnitude of a block becomes the largest integer. Blocks must fill
+  The largest magnitude of a block becomes the largest integer; random rounding
+  may miss it by one. Blocks that `checked` marks become zeros. Blocks must fill
   whole words.
   """
   most = 2 ** (bits - 1) - 1

@@ -58,8 +58,8 @@ class Layout:
     seed: Chooses the hash. It is mixed before use, because XOR with a small
       number would only permute the blocks.
     hash_offset: Offset added to the number of a word before it is hashed.
-      Tables have different offsets, so that their first rows have different
-      owners.
+      Tables of one exchange have different offsets, so that their first rows
+      do not all have the same owner.
     contiguous: Whether groups are ranges of rows instead of a hash's share.
   """
 

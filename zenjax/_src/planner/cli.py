@@ -130,7 +130,8 @@ def _topology(
   if options.topology is not None:
     if link or machine or devices or ports:
       raise ValueError(
-        "--topology says all about the machine. Give only --hosts with it."
+        "--topology says all about the machine. Give only --hosts with it, the"
+        " number of devices along its slowest links."
       )
     topology = Topology.load(options.topology)
     return topology.with_hosts(hosts) if hosts else topology

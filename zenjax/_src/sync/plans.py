@@ -301,8 +301,14 @@ def require_mesh(plan: Plan, mesh: tuple[tuple[str, int], ...]) -> None:
   if plan.mesh != mesh:
     raise ValueError(
       f"`plan` was made for {dict(plan.mesh)}, but it is used on {dict(mesh)}."
-      " Call `zenjax.planner.plan` with a topology of these devices."
+      " Call `zenjax.planner.plan` with a topology of these devices, and with"
+      f" `axis_name={_axis_name(mesh)!r}`, the axis of the slowest links first."
     )
+
+
+def _axis_name(mesh: tuple[tuple[str, int], ...]) -> str | tuple[str, ...]:
+  names = tuple(name for name, _ in mesh)
+  return names if len(names) > 1 else names[0]
 
 
 def require_version(plan: Plan) -> None:

@@ -252,7 +252,8 @@ class Owners:
     updated = [out.get(i, x) for i, x in enumerate(updated)]
     by = "sharded_optimizer"
     step = processes.compared(sync.step + 1, by, options, updates, sync.tuned)
-    new = ShardedOptimizerState(sync.replace(step=step), _bare(inner))
+    sync = sync.replace(step=step, mean=jnp.full_like(sync.mean, options.mean))
+    new = ShardedOptimizerState(sync, _bare(inner))
     return given.tree(updated, given.tables), new
 
   def _init_on(self, mesh, params):

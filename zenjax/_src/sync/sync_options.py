@@ -93,8 +93,8 @@ def check(
   wire = arguments.row_wire_dtype("wire_dtype", wire_dtype)
   if wire is not None and scheme == DENSE:
     raise ValueError(
-      f"`wire_dtype` is for rows, got {wire} with scheme='dense', which"
-      " all-reduces arrays as they are. Leave `wire_dtype` or `scheme` out."
+      f"`wire_dtype` is for rows, got {wire} with scheme='dense', which sends"
+      " whole arrays. Leave `wire_dtype` or `scheme` out."
     )
   if plan is not None:
     given = sparse, scheme, unit, partition, wire_dtype, capacities

@@ -113,6 +113,7 @@ class ZenSyncState:
     leaves: For each leaf that is sent sparse, by name, what recent steps
       counted. In a `sharded_optimizer` also for sharded tables.
     mean: `[] int32`, 1 if the last step averaged gradients, 0 if it summed.
+      Before the first step, what `op` says.
     tuned: `(name, choice)` of the leaves that `zenjax.tune` planned. Static.
     fixed: Names of leaves whose buffer sizes you gave. Static.
     owners: Whether the state belongs to a `sharded_optimizer`. Static.

@@ -180,7 +180,8 @@ def zen_sync(
     step = processes.compared(
       state.step + 1, "zen_sync", options, updates, state.tuned
     )
-    return synced, state.replace(step=step, leaves=leaves)
+    mean = jnp.full_like(state.mean, options.mean)
+    return synced, state.replace(step=step, leaves=leaves, mean=mean)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -328,11 +328,12 @@ def _check_accumulated(state: Any, devices: int) -> None:
 def _pair(out: Any) -> tuple[Any, Any]:
   if isinstance(out, tuple) and len(out) == 2:
     return out
-  shown, remedy = type(out).__name__, "Return `()` as `aux` if there is none"
-  if isinstance(out, tuple):
-    shown = f"{len(out)} values"
-    remedy = "Return `(params, opt_state), aux`, and unpack the state in `step`"
-  raise TypeError(f"`step` must return `(state, aux)`, got {shown}. {remedy}.")
+  shown = f"{len(out)} values" if isinstance(out, tuple) else "no tuple"
+  raise TypeError(
+    f"`step` must return `(state, aux)`, got {shown}. Return the new state, in"
+    " the structure that `step` was given, such as `(params, opt_state)`, and"
+    " everything else as `aux`, which is `()` if there is nothing else."
+  )
 
 
 def _require_structure(new: Any, state: Any) -> None:
