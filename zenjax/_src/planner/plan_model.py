@@ -59,8 +59,9 @@ def plan(
     axis_name: Mesh axes of the batch, one for each level of the topology, the
       slowest first.
     profile: Densities by parameter name, from `zenjax.planner.profile(state)`.
-      By default, the planner assumes a vocabulary, or all rows for arrays from
-      zenjax's `value_and_grad`.
+      By default, the planner assumes a quarter of the lookups for row
+      gradients, all rows for arrays from zenjax's `value_and_grad`, and one
+      percent of the rows for those from `jax.value_and_grad`.
     trace: A directory that `zenjax.planner.record` wrote, instead of `profile`.
     compute_seconds: Time of a step on one device without any exchange. Measure
       it with `jax.lax.optimization_barrier(grads)` in place of the exchange, to

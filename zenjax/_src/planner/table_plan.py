@@ -398,8 +398,8 @@ def _possible(
     return possible
   arguments.one_of(f"forms[{table.name!r}]", form, list(FORMS))
   missing = {
-    table_forms.XLA: "the table does not have two dimensions, or its rows are"
-    " not a multiple of the devices",
+    table_forms.XLA: f"its shape {table.shape} must have two dimensions and a"
+    f" number of rows that {question.model.context.devices} devices divide",
     table_forms.ZERO1: "this form needs a topology with one level",
     table_forms.SHARDED: "the table does not have two dimensions, or there is"
     " only one device",

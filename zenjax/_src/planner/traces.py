@@ -163,8 +163,14 @@ def write_step(
     ValueError: `sets` does not match the tables and devices of the header, or
       an id is not a row of its table.
   """
+  if len(sets) != len(header.tables):
+    raise ValueError(
+      f"`sets` must hold ids for each of {len(header.tables)} tables of the"
+      f" header, got {len(sets)}. Write `LeafInfo(.., is_table=False)` for"
+      " parameters that are not tables."
+    )
   arrays = {}
-  for k, (table, each) in enumerate(zip(header.tables, sets, strict=True)):
+  for k, (table, each) in enumerate(zip(header.tables, sets)):
     rows = [np.unique(ids) for ids in each]
     ids = np.concatenate([[], *rows])
     if len(rows) != header.devices or np.any(
