@@ -73,7 +73,7 @@ class StepCheck:
 
   @property
   def ok(self) -> bool:
-    """True if everything was compared and nothing is wrong."""
+    """True if the program can be compared, and nothing is wrong."""
     return self.comparable and not any(leaf.problem for leaf in self.leaves)
 
   def __str__(self) -> str:

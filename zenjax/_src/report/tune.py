@@ -39,10 +39,10 @@ _LEAST_GAIN = 1.1
 
 
 def tune(tree: Any, *, link: Link | None = None) -> Any:
-  """Sets buffer sizes and schemes to what recent steps needed.
+  """Sets buffer sizes to what recent steps needed.
 
-  Call it once after about 20 steps, and again when batches change. `tune`
-  sets the buffer sizes of `zen_sync` and `sharded_optimizer` to what the last
+  Call it after about 20 steps, and again when batches change. `tune` sets the
+  buffer sizes of `zen_sync` and `sharded_optimizer` to what the last
   64 steps needed. Parameters whose gradients were mostly too dense take a dense
   all-reduce from then on. The plan is static metadata of the state, so your
   step compiles once more. Numbers in the state do not change. All processes
@@ -60,8 +60,9 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
     tree: Anything that holds states of zenjax: an optimizer state, a
       `TrainState`, or the state of an `nnx.Optimizer`. With sharded tables pass
       `(params, opt_state)`, because tables carry their buffer sizes.
-    link: The connection between devices. If given, `tune` also chooses the
-      scheme of each parameter by predicted time.
+    link: The connection between devices. If given, `tune` compares all
+      schemes by predicted time. Without it, it changes the scheme only to a
+      dense all-reduce, or between two devices.
 
   Returns:
     The same tree with the new plan, or `tree` itself if no change would pay.

@@ -114,8 +114,8 @@ def zen_sync(
       sent with a scale in float32 (of float32 or narrower leaves). Each push
       and each pull then rounds an element by up to 1/254 (int8) or 1/14 (int4)
       of the largest magnitude in its row, or 1/16 of the element
-      (float8_e4m3fn). Errors are not kept for later steps. A row with NaN or
-      Inf arrives as NaN.
+      (float8_e4m3fn). Errors are not kept for later steps. With a scale, a row
+      with NaN or Inf arrives as NaN.
     capacities: Buffer sizes `(push, pull)` in rows for all leaves, or a mapping
       from leaf name: rows that one device sends to one owner in a round, and
       rows that one owner returns. Rows that overflow follow in further rounds.

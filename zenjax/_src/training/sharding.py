@@ -39,7 +39,7 @@ def shard(
 
   Inside `jit`, no device makes all of a table: XLA computes each part of an
   initializer's numbers on its device, and rows move to their owners some MiB at
-  a time. A device needs memory for two parts.
+  a time. Meanwhile a device needs memory for two parts.
 
   A leaf `[T, R, D]` that `tables` chooses is a stack of `T` tables, and is
   split like one table of `T * R` rows. Look up rows of each table under
