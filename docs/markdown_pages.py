@@ -9,6 +9,7 @@ import importlib
 import inspect
 import pathlib
 import re
+import types
 
 import nbformat
 
@@ -29,6 +30,16 @@ def _object(path: str):
       found = getattr(found, name)
     return found
   raise ImportError(path)
+
+
+def _members(path: str) -> list[str]:
+  """Returns the names of a class's own public methods and properties."""
+  kinds = (classmethod, staticmethod, property, types.FunctionType)
+  return [
+    f"{path}.{name}"
+    for name, x in vars(_object(path)).items()
+    if not name.startswith("_") and isinstance(x, kinds)
+  ]
 
 
 def _documented(path: str) -> str:
@@ -56,7 +67,11 @@ def _plain(text: str, folder: pathlib.Path) -> str:
       text = (folder / argument).read_text("utf-8")
       return text if kind == "include" else f"```python\n{text}```"
     if kind == "eval-rst":
-      names = re.findall(r"^.. auto\w+:: (\S+)$", body, re.M)
+      names = []
+      for name, options in re.findall(
+        r"^.. auto\w+:: (\S+)\n?((?:   .*\n?)*)", body, re.M
+      ):
+        names += [name, *(_members(name) if ":members:" in options else [])]
       return "\n".join(map(_documented, names))
     if kind == "raw":
       return ""

@@ -340,6 +340,43 @@ def test_plain_jit_sums_what_is_unreduced(name):
   assert np.any(update["w"])
 
 
+@pytest.mark.parametrize("name", per_kind())
+def test_what_waits_counts_the_same_in_a_per_device_step_and_in_plain_jit(name):
+  row, shape = models.ROWS[name], (256, 130)
+  mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+  tx = compress.all_reduce(row.compressor, "data", leaves=True)
+  axes = P("data")
+
+  def per_device(stack, state):
+    update, state = tx.update({"w": stack[0]}, state)
+    return update["w"], state
+
+  def zeros_of_all(params, state):
+    loss = lambda params: 0.0 * jnp.sum(params["w"])
+    grads = jax.grad(loss)(zenjax.unreduced(params, "data"))
+    update, state = tx.update(grads, state, params)
+    return update["w"], state
+
+  with jax.set_mesh(mesh):
+    params = jax.device_put({"w": jnp.ones(shape)}, P())
+    state: Any = zenjax.init_state(tx, params, mesh, "data")
+    specs = zenjax.state_specs(state, "data")
+    mapped = jax.jit(
+      jax.shard_map(per_device, in_specs=(axes, specs), out_specs=(P(), specs))
+    )
+    stack = gradients(0, 4, {"w": shape})["w"]
+    given = jax.device_put(stack, axes)
+    update, state = mapped(given, state)
+    total = np.asarray(update, np.float64)
+    update, state = jax.jit(zeros_of_all)(params, state)
+    total += np.asarray(update)
+    assert np.any(update)
+    update, state = mapped(jnp.zeros_like(given), state)
+  total += np.asarray(update)
+  total += np.asarray(state.residuals["w"].value).mean(axis=0)
+  np.testing.assert_allclose(total, stack.mean(axis=0), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
   ("name", "sizes"), per_kind((2,), (4,), (4, 2), rows=models.ROWS)
 )

@@ -200,7 +200,11 @@ def test_a_plan_has_the_same_timeline():
   [
     ({"compute_seconds": 0.0}, ValueError, "`compute_seconds` must be a pos"),
     ({"backward_seconds": 2.0}, ValueError, "must not exceed `compute_sec"),
-    ({"local_seconds": {"x": 1.0}}, ValueError, "must name compressors"),
+    (
+      {"local_seconds": {"x": 1.0}},
+      ValueError,
+      "must name compressors.*leave their times out",
+    ),
     ({"compressors": ["int8"]}, TypeError, "`compressors` must be"),
     ({"topology": 8}, TypeError, "`topology` must be"),
   ],

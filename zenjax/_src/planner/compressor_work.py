@@ -29,10 +29,11 @@ def measure_compressors(
 
   Use it if you have the machine that you plan for. Pass the result as
   `local_seconds=` to `planner.plan` or `planner.utility`, which otherwise
-  assume that all compressors take equally long. Gradients are random numbers of
-  the same shapes. A device compresses by itself, so work that grows with the
-  number of devices is left out: `TopK` and `Threshold` add up what all devices
-  send. In a program of several processes, call it in all of them.
+  predict these times from the memory bandwidth of the topology. Gradients are
+  random numbers of the same shapes. A device compresses by itself, so work that
+  grows with the number of devices is left out: `TopK` and `Threshold` add up
+  what all devices send. In a program of several processes, call it in all of
+  them.
 
   Args:
     value_and_grad: As for `planner.plan`.

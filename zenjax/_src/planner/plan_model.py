@@ -73,9 +73,9 @@ def plan(
       layers be rounded to it, where that is faster. A compressor, such as
       `zenjax.compress.ExDyna(0.01)` or its name `"ExDyna(0.01)"`, is for dense
       layers.
-    local_seconds: What `zenjax.planner.measure_compressors` returned, if you
-      have the machine. By default, times to compress are predicted from the
-      memory bandwidth of the topology.
+    local_seconds: What `zenjax.planner.measure_compressors` returned for the
+      compressors that you allow, if you have the machine. By default, these
+      times are predicted from the memory bandwidth of the topology.
     capacities: Buffer sizes `(push, pull)` in rows, by parameter name.
     memory_bytes: Limit on the buffers for one parameter.
 

@@ -60,8 +60,9 @@ class Utility:
 
   Attributes:
     ways: All ways, `pmean` first; compressors only if a leaf is large enough.
-    needed_ratio: How many times fewer bytes of dense gradients the backward
-      pass would hide. To compress them more saves no time.
+    needed_ratio: How many times fewer bytes plain all-reduces would need, so
+      that the backward pass hides them. Compressors start after it, so they
+      gain from fewer bytes still.
     compute_seconds: Time of a step without any exchange.
     machine: Name of the topology.
 
@@ -92,7 +93,7 @@ class Utility:
       (x.name, text.ms(x.seconds), f"{x.gain:+.0%}", text.size(x.wire_bytes))
       for x in self.ways
     ]
-    hidden = "the backward pass hides the exchange of dense gradients"
+    hidden = "the backward pass would hide plain all-reduces"
     if self.needed_ratio > 1:
       hidden = f"with {self.needed_ratio:.3g} times fewer bytes, {hidden}"
     return "\n".join(
