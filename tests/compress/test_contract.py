@@ -348,12 +348,14 @@ def test_what_waits_counts_the_same_in_a_per_device_step_and_in_plain_jit(name):
   axes = P("data")
 
   def per_device(stack, state):
+    update: Any = None
     update, state = tx.update({"w": stack[0]}, state)
     return update["w"], state
 
   def zeros_of_all(params, state):
     loss = lambda params: 0.0 * jnp.sum(params["w"])
     grads = jax.grad(loss)(zenjax.unreduced(params, "data"))
+    update: Any = None
     update, state = tx.update(grads, state, params)
     return update["w"], state
 

@@ -64,7 +64,7 @@ def test_axis_of_data_parallel_that_the_mesh_lacks():
       jax.random.split(jax.random.key(0), 4),
     ),
     (jnp.float32(0.5), "`jnp.full(2, x)`, and use `x[0]`", jnp.full(2, 0.5)),
-    (jnp.zeros((3, 2)), "Pad or trim", jnp.zeros((4, 2))),
+    (jnp.zeros((3, 2)), "to 2 rows. Or pad it to 4", jnp.zeros((4, 2))),
     (jnp.zeros((0, 2)), "Skip the step", jnp.zeros((2, 2))),
   ],
   ids=["keys", "scalar", "odd", "empty"],
@@ -81,7 +81,7 @@ def test_batch_that_cannot_be_split(argument, remedy, remedied):
   mapped = zenjax.data_parallel(step, runners.mesh(N), "data")
   with pytest.raises(ValueError) as error:
     mapped((), argument)
-  names(error, "`batch` argument 0", "2 devices", str(argument.shape), remedy)
+  names(error, "`batch[0]", "2 devices", str(argument.shape), remedy)
   assert jnp.isfinite(mapped((), remedied)[1]).all()
 
 
@@ -100,7 +100,7 @@ def test_a_raw_key_is_no_batch(n, within):
   for run in (mapped, jax.jit(mapped)):
     with pytest.raises(ValueError) as error:
       run((), jnp.arange(4), given)
-    names(error, "`batch` argument 1", *RAW)
+    names(error, "`batch[1]", *RAW)
   wrapped = jax.random.wrap_key_data(key)
   assert int(mapped((), jnp.arange(4), wrapped)[1]) == 6
   # Numbers and several raw keys are split.
@@ -121,7 +121,7 @@ def test_what_is_no_batch():
   ):
     with pytest.raises(ValueError) as error:
       mapped(params, jnp.zeros(4), given)
-    names(error, "`batch` argument 1", *words)
+    names(error, "`batch[1]", *words)
 
 
 _AUTOMATIC = jax.sharding.AxisType.Auto

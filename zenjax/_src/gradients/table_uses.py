@@ -116,7 +116,7 @@ class Tables:
         )
       raise ValueError(
         f"`tables` demands rows of {name!r}, but {use}. Leave it out of"
-        " `tables`."
+        " `tables`: its gradient is an array."
       )
     return self
 

@@ -148,9 +148,10 @@ def require(analysis: RowAnalysis, names: Sequence[str], argument: str) -> None:
   remedy = "Give this table another optimizer with `optax.partition`"
   if argument == "inner":
     remedy = (
-      "To keep this optimizer, leave out `lazy_rows` and write"
-      ' `zenjax.zen_sync(axis_name, output="dense")`. Or give this table'
-      " another one with `optax.partition`"
+      "To keep this optimizer, leave out `lazy_rows`, and put"
+      ' `zenjax.zen_sync(axis_name, output="dense")` first in the chain; on one'
+      " device, use `jax.value_and_grad`. Or give this table another optimizer"
+      " with `optax.partition`"
     )
   for table, refusal in analysis.refusals.items():
     raise ValueError(

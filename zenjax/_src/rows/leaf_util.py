@@ -165,7 +165,7 @@ def explicit(tree: Any, sparse: SparseSpec, argument: str) -> list[bool]:
     raise ValueError(
       f"`{argument}` must be a pytree prefix of bools, or a function of name"
       f" and leaf, got {sparse if strings else jax.tree.structure(sparse)} for"
-      f" {jax.tree.structure(tree)}.{by_name}"
+      f" parameters {[name for name, _ in leaves]}.{by_name}"
     ) from error
   for (name, _), wanted in zip(leaves, chosen):
     if not isinstance(wanted, bool):

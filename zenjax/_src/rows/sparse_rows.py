@@ -20,9 +20,9 @@ from zenjax.kernels.reference import row_mask
 _CURES = (
   "put the optax transformations behind zen_sync inside zenjax.lazy_rows, where"
   " Adam and decay act on looked-up rows only, or keep your chain and write"
-  " zen_sync(.., output='dense'); for sharded tables use sharded_optimizer,"
-  " which clips with clip_norm=; add SparseRows with `+`, and take norms with"
-  " zenjax.global_norm"
+  " zen_sync(.., output='dense'); for sharded tables use"
+  " zenjax.sharded_optimizer(tx, axis_name), which clips with clip_norm=; add"
+  " SparseRows with `+`, and take norms with zenjax.global_norm"
 )
 
 # Row ids are in an array that refuses arithmetic.

@@ -320,17 +320,19 @@ def context_of(options: Options) -> Context:
       sizes.append(int(lax.axis_size(axis)))
     except NameError as error:
       mesh_axes = jax.sharding.get_abstract_mesh().axis_names
-      what = "nothing is mapped over it" if axis in mesh_axes else "it is not"
+      what = f"{axis!r} is not"
+      if axis in mesh_axes:
+        what = f"nothing is mapped over {axis!r}"
       remedy = (
         "Call `update` inside shard_map, pmap or vmap over it, or wrap the step"
-        " in `zenjax.data_parallel`. For row gradients in plain jit, give"
-        " zen_sync `mesh=`."
+        f" in `zenjax.data_parallel(step, mesh, {axis!r})`. For row gradients"
+        " in plain jit, give zen_sync `mesh=`."
       )
       if mesh_axes and axis not in mesh_axes:
         remedy = f"Your mesh has {mesh_axes}. Give one of these names."
       raise NameError(
-        "`axis_name` must be bound where gradients are synchronized, got"
-        f" {axis!r}, but {what}. {remedy}"
+        "`axis_name` must be bound where gradients are synchronized, but"
+        f" {what}. {remedy}"
       ) from error
   return Context(axes=options.axes, sizes=tuple(sizes), mean=options.mean)
 

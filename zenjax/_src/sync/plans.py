@@ -307,8 +307,8 @@ def require_mesh(plan: Plan, mesh: tuple[tuple[str, int], ...]) -> None:
 
 
 def _axis_name(mesh: tuple[tuple[str, int], ...]) -> str | tuple[str, ...]:
-  names = tuple(name for name, _ in mesh)
-  return names if len(names) > 1 else names[0]
+  (first, *others) = [name for name, _ in mesh]
+  return (first, *others) if others else first
 
 
 def require_version(plan: Plan) -> None:

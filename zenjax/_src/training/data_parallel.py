@@ -259,13 +259,15 @@ def _holds_keys(x: Any) -> bool:
 def _check_batch(batch: tuple[Any, ...], devices: int) -> None:
   states: Any = sync_state.ZenSyncState | optax.MultiStepsState
   for position, argument in enumerate(batch):
-    this = f"`batch` argument {position}"
+    this = f"`batch[{position}]` of `step(state, *batch)`"
     if sync_state.nodes(argument, states) or placement.own_nodes(argument):
       raise ValueError(
         f"{this} is the state of an optimizer, but batches are split over"
         " devices. Give `(params, opt_state)` in the first argument."
       )
-    for leaf in jax.tree.leaves(argument):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
+      place = f"[{position}]{jax.tree_util.keystr(path)}"
+      this = f"`batch{place}` of `step(state, *batch)`"
       if _is_raw_key(leaf):
         raise ValueError(
           f"{this} is a raw key of `jax.random.PRNGKey`, which would be split."
@@ -298,7 +300,11 @@ def _remedy(leaf: Any, devices: int) -> str:
     )
   if not len(leaf):
     return "Skip the step: a mean over no examples is NaN."
-  return "Pad or trim the batch."
+  fewer = len(leaf) - len(leaf) % devices
+  return (
+    f"Trim it to {fewer} rows. Or pad it to {fewer + devices}, and take the"
+    " loss by `zenjax.weighted_mean`, because a plain mean counts padding."
+  )
 
 
 def _check_accumulated(state: Any, devices: int) -> None:
