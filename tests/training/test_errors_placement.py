@@ -115,6 +115,7 @@ def test_what_is_no_batch():
   mapped = zenjax.data_parallel(step, runners.mesh(N), "data")
   for given, words in (
     (tx.init(params), ("state of an optimizer", "`(params, opt_state)`")),
+    (optax.adam(0.1).init(params), ("state of an optimizer",)),
     (optax.MultiSteps(tx, 2).init(params), ("state of an optimizer",)),
     (jnp.tanh, ("2 devices", repr(jnp.tanh), "keep it in the state")),
     ("train", ("'train'", "keep it in the state")),

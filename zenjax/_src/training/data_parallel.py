@@ -257,13 +257,15 @@ def _holds_keys(x: Any) -> bool:
 
 
 def _check_batch(batch: tuple[Any, ...], devices: int) -> None:
-  states: Any = sync_state.ZenSyncState | optax.MultiStepsState
+  from_optax = lambda x: type(x).__module__.partition(".")[0] == "optax"
   for position, argument in enumerate(batch):
-    this = f"`batch[{position}]` of `step(state, *batch)`"
-    if sync_state.nodes(argument, states) or placement.own_nodes(argument):
+    nodes = jax.tree.leaves(argument, is_leaf=from_optax)
+    own = sync_state.find(argument) or placement.own_nodes(argument)
+    if own or any(map(from_optax, nodes)):
       raise ValueError(
-        f"{this} is the state of an optimizer, but batches are split over"
-        " devices. Give `(params, opt_state)` in the first argument."
+        f"`batch[{position}]` of `step(state, *batch)` is the state of an"
+        " optimizer, but batches are split over devices. Give"
+        " `(params, opt_state)` in the first argument."
       )
     for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
       place = f"[{position}]{jax.tree_util.keystr(path)}"
