@@ -300,10 +300,17 @@ def test_like_of_other_transformations():
   names(error, "`like`", "for the same `tx`")
 
 
-def test_the_state_of_an_nnx_optimizer_moves():
+@pytest.mark.parametrize(
+  "tx",
+  [
+    optax.chain(zenjax.zen_sync("data"), optax.adagrad(0.1)),
+    zenjax.sharded_optimizer(optax.adagrad(0.1), "data", mesh=runners.mesh(4)),
+  ],
+  ids=["zen_sync", "sharded_optimizer"],
+)
+def test_the_state_of_an_nnx_optimizer_moves(tx):
   """There each array of a state is inside of a variable."""
   net = nnx.Embed(4096, 8, rngs=nnx.Rngs(0))
-  tx = optax.chain(zenjax.zen_sync("data"), optax.adagrad(0.1))
   optimizer = nnx.Optimizer(net, tx, wrt=nnx.Param)
   saved = zenjax.to_checkpoint(optimizer.opt_state)
   optimizer.opt_state = zenjax.from_checkpoint(saved, runners.mesh(2), "data")

@@ -89,7 +89,13 @@ class LeafState:
       return self
     new = empty_leaf(devices=devices, sharded=self.sharded)
     # In `nnx.Optimizer` each array is inside of a variable.
-    return jax.tree.map(lambda _, fresh: np.asarray(fresh), self, new)
+    inside = lambda old, new: jax.tree.map(lambda _: np.asarray(new), old)
+    return dataclasses.replace(
+      self,
+      sizes=inside(self.sizes, new.sizes),
+      last=inside(self.last, new.last),
+      history=inside(self.history, new.history),
+    )
 
 
 class LeafChoice(NamedTuple):
