@@ -363,7 +363,8 @@ def local_leaves(tree: Any, context: Context) -> list[tuple[str, Any]]:
           f"`updates` must be local gradients, but autodiff has summed leaf"
           f" {name!r} over axis {axis!r}, as it does in"
           " shard_map(check_vma=True). Differentiate with respect to"
-          f" `zenjax.unreduced(params, {axes!r})`. The loss is then local, too:"
-          f" return `jax.lax.pmean(loss, {axes!r})`."
+          f" `zenjax.unreduced(params, {axes!r})`. Gradients and loss are then"
+          " local: clip after this transformation, and return"
+          f" `jax.lax.pmean(loss, {axes!r})`."
         )
   return leaves

@@ -166,9 +166,11 @@ def shard_leaves(
   if not any(chosen):
     shapes = {name: jnp.shape(x) for (name, _), x in zip(named[:8], arrays)}
     raise ValueError(
-      f"`tables` must choose a parameter, but it chooses none of {shapes}"
+      "`tables` must choose a parameter, but"
+      f" {'its default' if tables is None else 'it'} chooses none of {shapes}"
       f"{', ..' if len(named) > 8 else ''}. Name small tables and stacks of"
-      " tables with `tables=lambda name, leaf: ..`."
+      " tables with `tables=lambda name, leaf: ..`. If none should be sharded,"
+      " leave `shard` out."
     )
   leaves, hash_offset = [], 0
   for (name, leaf), wanted in zip(named, chosen, strict=True):
