@@ -100,8 +100,8 @@ def parts_of(updates: Any, mesh: Any, options: Options) -> Parts:
     raise ValueError(
       "`updates` must hold SparseRows or unreduced arrays outside of shard_map,"
       f" but XLA has summed all of them over {axes!r}. Take gradients by {way}."
-      " `zenjax.rows.explain_tables` says why a table has no row gradient. If no"
-      " table has one, use your optimizer without zenjax. If you use"
+      " `zenjax.rows.explain_tables` says why a table has no row gradient. If"
+      " none has one, use your optimizer without zenjax. If you use"
       " `optax.MultiSteps`, put it after this transformation."
     )
   chosen = leaf_util.select(updates, options.sparse, options.unit)
