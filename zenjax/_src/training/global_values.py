@@ -22,9 +22,10 @@ def global_norm(updates: Any, axis_name: AxisName | None = None) -> jax.Array:
 
   In a per-device step, gradients are those of one device, and so is their norm.
   With `axis_name` they are averaged over devices first. This sends all
-  gradients once more, as `zen_sync` does with its default options. After
-  `zen_sync`, in a chain or on its result, `global_norm(synced)` gives the same
-  number without communication.
+  gradients once more, as `zen_sync` does with its default options. In plain
+  `jit`, XLA also sends all rows of row gradients, to add up repeated ones.
+  After `zen_sync`, in a chain or on its result, `global_norm(synced)` gives the
+  same number without communication.
 
   Args:
     updates: A tree of arrays and SparseRows.
