@@ -63,6 +63,16 @@ def test_parts_of_a_trace_begin_with_its_last_leaf(tmp_path, capsys):
   assert "does not know in which order" in capsys.readouterr().out
 
 
+def test_a_tall_layer_that_is_no_table_is_all_reduced(tmp_path, capsys):
+  tall = traces.LeafInfo(name="tall", shape=(3072, 512), is_table=False)
+  trace, path = write(tmp_path / "trace", (TABLE, tall)), tmp_path / "plan"
+  words = ["plan", "--trace", trace, *NETWORK, "--json", str(path)]
+  assert main(words) == 0
+  found = planner.Plan.from_json(path.read_text()).by_name
+  assert found["tall"].scheme == "dense" != found["t"].scheme
+  assert "densities assumed" not in capsys.readouterr().out
+
+
 def test_a_pod_and_a_measured_machine(trace, tmp_path, capsys):
   assert main(["plan", "--trace", trace, *POD]) == 0
   said = capsys.readouterr().out

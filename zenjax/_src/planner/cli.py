@@ -183,6 +183,7 @@ def _planned(
       np.dtype(leaf.dtype),
       leaf.look_ups and leaf.look_ups * batch,
       at,
+      whole=not leaf.is_table,
     )
     for leaf, at in zip(trace.header.leaves, ready)
   ]

@@ -109,7 +109,9 @@ class Recorder:
       raise ValueError(
         "`grads` must hold SparseRows of tables in plain jit, but the gradients"
         f" of {arrays} are arrays, which XLA has already summed over devices."
-        " Take gradients with `zenjax.value_and_grad`."
+        " Take gradients with `zenjax.value_and_grad`. If you do, the loss does"
+        " more than look up their rows: leave them out with `sparse=` of"
+        " `record`."
       )
     split = PartitionSpec(self._axes)
     given = {name: filled_up(leaf, n) for name, leaf in leaves.items()}

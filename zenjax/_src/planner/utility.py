@@ -128,8 +128,10 @@ def utility(
   compressed gradients in parts. This function compares one compressor for all
   dense gradients with another.
 
-  Matrices that are as tall as a table, but used whole, count as dense. Give
-  `leaves=` to `all_reduce` to have it compress them, too. A plan does.
+  With `zenjax.value_and_grad`, matrices that are as tall as a table, but used
+  whole, count as dense. With `jax.value_and_grad`, they count as tables, of
+  whose rows a step touches one percent. Give `leaves=` to `all_reduce` to have
+  it compress them, too. A plan does.
 
   Gradients of tables are complete at the end of the backward pass. `pmean`
   waits for them, all other ways send their rows by `zen_sync`.
