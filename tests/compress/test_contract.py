@@ -352,8 +352,8 @@ def test_what_waits_counts_the_same_in_a_per_device_step_and_in_plain_jit(name):
     update, state = tx.update({"w": stack[0]}, state)
     return update["w"], state
 
-  def zeros_of_all(params, state):
-    loss = lambda params: 0.0 * jnp.sum(params["w"])
+  def zeros_of_all(params, state, x):
+    loss = lambda params: jnp.mean(x @ params["w"])
     grads = jax.grad(loss)(zenjax.unreduced(params, "data"))
     update: Any = None
     update, state = tx.update(grads, state, params)
@@ -370,7 +370,8 @@ def test_what_waits_counts_the_same_in_a_per_device_step_and_in_plain_jit(name):
     given = jax.device_put(stack, axes)
     update, state = mapped(given, state)
     total = np.asarray(update, np.float64)
-    update, state = jax.jit(zeros_of_all)(params, state)
+    zeros = jax.device_put(jnp.zeros((8, shape[0])), axes)
+    update, state = jax.jit(zeros_of_all)(params, state, zeros)
     total += np.asarray(update)
     assert np.any(update)
     update, state = mapped(jnp.zeros_like(given), state)
