@@ -121,6 +121,10 @@ def test_tables_alone_are_told_to_be(tmp_path, capsys):
       "--devices needs --machine",
     ),
     (["plan", "--trace", "TRACE", "--hosts", "2"], "--hosts needs --link"),
+    (
+      ["plan", "--trace", "TRACE", *POD, "--hosts", "1"],
+      "--devices with --link needs several --hosts",
+    ),
     (["plan", "--trace", "TRACE", *NETWORK, "--link", "fast"], "'fast'"),
     (["plan", "--trace", "TRACE", *NETWORK, "--hosts", "0"], "at least 1"),
     (

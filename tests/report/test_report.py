@@ -55,6 +55,7 @@ ZEN = zenjax.zen_sync("data", sparse=True)
     (ZEN, 300, 0, True),  # above break-even
     (ZEN, 20, 1, False),
     (ZEN, ROWS, 0, False),  # no row is left to differ in
+    (ZEN, ROWS - 8, 0, False),  # as in the gradient of a dense layer
     (OWNER, 20, 0, True),
   ],
 )

@@ -185,7 +185,7 @@ def run_lazy(name, then):
         want = dense(*want, *grads)
       except (AttributeError, TypeError, ValueError):
         return wants_more(tx, params, *grads)
-      # What needs more arguments than `init` has is read in the first step.
+      # An optimizer that takes arguments is analysed in its first step.
       first = functools.partial(jax.eval_shape, sparse, *got, *grads)
       if extra and refused(first, name):
         return "refused"

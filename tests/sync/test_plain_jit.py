@@ -95,6 +95,7 @@ def test_owners_update_what_they_sum():
   squares = state.inner[0].sum_of_squares["table"].value
   rows = squares.addressable_shards[0].data.shape[0]
   assert rows * mesh.size == squares.shape[0] >= ROWS
+  assert not int(state.sync.mean)  # It summed.
 
 
 @pytest.mark.parametrize(

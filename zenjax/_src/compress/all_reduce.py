@@ -427,13 +427,13 @@ def _summed(
   got = _facts(state)
   needed = _facts(jax.eval_shape(lambda: _fresh(tree, settings, ())))
   device_state.require_made_for(_BY, context.devices, got, needed)
-  # What waits is averaged in a per-device step and summed in plain `jit`. If a
-  # state comes from the other one, it must add the same to the parameters.
-  other = jnp.float32(context.devices if mean else 1 / context.devices)
-  times = jnp.where(state.mean == mean, jnp.float32(1), other)
+  # A per-device step averages residuals, and a step in plain `jit` sums them. A
+  # state that comes from the other kind must add the same to the parameters.
+  rescaling = jnp.float32(context.devices if mean else 1 / context.devices)
+  scale = jnp.where(state.mean == mean, jnp.float32(1), rescaling)
   # A state may have other dtypes, as where everything is in float64.
   own = lambda kept: {
-    name: x.value[0].astype(jnp.float32) * times for name, x in kept.items()
+    name: x.value[0].astype(jnp.float32) * scale for name, x in kept.items()
   }
   given = {name: x.astype(jnp.float32) for name, x in leaves.items()}
   momenta, given = _with_momentum(given, own(state.momenta), settings)

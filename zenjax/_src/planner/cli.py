@@ -137,7 +137,7 @@ def _topology(
     return topology.with_hosts(hosts) if hosts else topology
   ports = ports or 1
   if machine and devices:
-    if (hosts or 1) > 1 and not link or link and (hosts or 1) == 1:
+    if bool(link) != ((hosts or 1) > 1):
       raise ValueError(
         "--devices with --link needs several --hosts, and several --hosts need"
         " --link RATE."

@@ -87,14 +87,14 @@ class LeafState:
     (sizes,) = jax.tree.leaves(self.sizes)
     if int(Sizes(*sizes).devices) in (0, devices):
       return self
-    new = empty_leaf(devices=devices, sharded=self.sharded)
+    empty = empty_leaf(devices=devices, sharded=self.sharded)
     # In `nnx.Optimizer` each array is inside of a variable.
-    inside = lambda old, new: jax.tree.map(lambda _: np.asarray(new), old)
+    filled = lambda field, array: jax.tree.map(lambda _: np.array(array), field)
     return dataclasses.replace(
       self,
-      sizes=inside(self.sizes, new.sizes),
-      last=inside(self.last, new.last),
-      history=inside(self.history, new.history),
+      sizes=filled(self.sizes, empty.sizes),
+      last=filled(self.last, empty.last),
+      history=filled(self.history, empty.history),
     )
 
 
