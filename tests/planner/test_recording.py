@@ -247,7 +247,7 @@ def _more_devices_later(path):
       lambda path: planner.record(path, PARAMS).rows(PARAMS),
       ["`axis_name` of `record`", "('data',)", "`mesh=`"],
     ),
-    (_more_than_asked_for, ["all 1 steps", "`wants_more`"]),
+    (_more_than_asked_for, ["all 1 `steps`", "`wants_more`"]),
     (lambda path: planner.record(path, PARAMS, steps=0), ["`steps`", "got 0"]),
     (
       lambda path: planner.record(path, {"w": PARAMS["w"]}),

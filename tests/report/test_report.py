@@ -64,7 +64,7 @@ def test_report_asks_where_all_devices_hold_the_same_rows(
 ):
   shown = reported(tx, rows_of_each(count, apart))
   by = "sharded_optimizer" if tx is OWNER else "zen_sync"
-  assert shown.startswith(f"{by} after 1 steps on {N} devices")
+  assert shown.startswith(f"{by} after 1 step on {N} devices")
   question = "leaf: all devices hold the same rows: were the gradients averaged"
   assert (question in shown) == asked
   assert (f"before {by}? Remove that pmean" in shown) == asked

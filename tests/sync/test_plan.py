@@ -112,7 +112,7 @@ def test_printed():
   """Leaves without a choice are summed up."""
   text = str(PLAN)
   assert "zen/4" in text and "all_gather bfloat16" in text
-  assert "pmean, without another way: w, 0 kB" in text
+  assert "pmean, because nothing else fits: w, 0 kB received" in text
   assert "3.00x as fast" in text
   pmean = leaf("a", scheme="dense", reason="zen/1 takes 2x as long")
   dense = dataclasses.replace(PLAN, leaves=(pmean,))

@@ -1,4 +1,4 @@
-"""Formats tables of text."""
+"""Formats numbers and tables as text."""
 
 from collections.abc import Sequence
 
@@ -23,6 +23,11 @@ def columns(
     ).rstrip()
     for row in rows
   ]
+
+
+def count(number: int, noun: str) -> str:
+  """Returns a count with its noun, say "1 step" or "2 steps"."""
+  return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def ms(seconds: float) -> str:

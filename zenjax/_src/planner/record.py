@@ -147,7 +147,7 @@ class Recorder:
     """
     if not self.wants_more:
       raise ValueError(
-        f"`write` was called after all {self._steps} steps had been written."
+        f"`write` was called after all {self._steps} `steps` had been written."
         " Call it only if `wants_more` is true."
       )
     bits = [_on_host(packed[t.name]) for t in self.tables]

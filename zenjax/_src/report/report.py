@@ -108,8 +108,8 @@ def _steps(nodes: Sequence[Any]) -> int:
 
 
 def _title(by: str, steps: float, devices: float) -> str:
-  plural = "s" if devices > 1 else ""
-  return f"{by} after {steps:.0f} steps on {devices:.0f} device{plural}"
+  taken, on = text.count(int(steps), "step"), text.count(int(devices), "device")
+  return f"{by} after {taken} on {on}"
 
 
 def _bytes(s: Mapping[str, float]) -> str:
@@ -246,7 +246,6 @@ def _compressed(state: Any) -> list[str]:
     elif not steps:
       lines.append("compress.all_reduce: no step was taken yet.")
     else:
-      what = f"{leaves} parameters" if leaves > 1 else "1 parameter"
       received = "nothing received, because there is one device"
       if wire:
         less, ratio = "less", dense / wire
@@ -261,7 +260,7 @@ def _compressed(state: Any) -> list[str]:
         for name, x in node.stats.items()
       ]
       lines.append(
-        f"compress.all_reduce after {steps} steps: {what}, {received}"
-        + "".join(counts)
+        f"compress.all_reduce after {text.count(steps, 'step')}:"
+        f" {text.count(leaves, 'parameter')}, {received}" + "".join(counts)
       )
   return lines

@@ -162,7 +162,7 @@ class Plan(checked_json.Document):
     if others:
       size = text.size(sum(leaf.wire_bytes for leaf in others))
       what = f"{len(others)} other leaves" if others[1:] else others[0].name
-      lines.append(f"pmean, without another way: {what}, {size}")
+      lines.append(f"pmean, because nothing else fits: {what}, {size} received")
     if self.dense_seconds:
       whole = "a step" if self.compute_seconds else "all exchanges"
       lines.append(
