@@ -71,6 +71,16 @@ def padded(params, ids, y):
   return jnp.mean((x @ params["w"] - y) ** 2)
 
 
+def tied(params, ids, y):
+  """Scores of all rows, which are looked up too."""
+  rows = params["t"][jnp.arange(R)]
+  x = params["t"][ids].sum(1) * params["w"][None]
+  of_row = optax.softmax_cross_entropy_with_integer_labels(
+    x @ rows.T, ids[:, 0]
+  )
+  return jnp.mean(of_row * y)
+
+
 def value_and_arrays(loss):
   """`zenjax.value_and_grad` with arrays for the rows of sharded tables."""
   is_table = lambda x: isinstance(x, zenjax.tables.ShardedTable)
@@ -392,7 +402,8 @@ def test_buffers_are_tuned_by_what_steps_have_needed(alone):
 
 
 @pytest.mark.parametrize(
-  ("kind", "loss"), [("usual", bags), ("usual", scanned), ("beyond", padded)]
+  ("kind", "loss"),
+  [("usual", bags), ("usual", scanned), ("beyond", padded), ("usual", tied)],
 )
 def test_losses_and_gradients_are_those_of_whole_tables(kind, loss):
   mesh, params = mesh_of(4), params_of()

@@ -112,7 +112,7 @@ class Tables:
         raise ValueError(
           f"`fun` must only look up rows of {name!r}, which is sharded, but"
           f" {use}. Keep that table replicated, by `tables=` of"
-          f" `zenjax.tables.shard`.{_stack_remedy(self.traced.leaves[i])}"
+          f" `zenjax.tables.shard`. Or {_all_rows(self.traced.leaves[i])}."
         )
       raise ValueError(
         f"`tables` demands rows of {name!r}, but {use}. Leave it out of"
@@ -121,14 +121,14 @@ class Tables:
     return self
 
 
-def _stack_remedy(table: Any) -> str:
-  if not table.stack:
-    return ""
+def _all_rows(table: Any) -> str:
   *_, rows, width = table.shape
-  return (
-    f" Or look up rows `t * {rows} + id` of it reshaped to"
-    f" `{(table.num_rows, width)}`."
-  )
+  if table.stack:
+    return (
+      f"look up rows `t * {rows} + id` of it reshaped to"
+      f" `{(table.num_rows, width)}`"
+    )
+  return f"look up all of its rows, by `[jnp.arange({rows})]`"
 
 
 def trace(loss: Loss) -> Traced:

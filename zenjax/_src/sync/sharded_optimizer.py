@@ -734,7 +734,7 @@ def sharded_optimizer(
     ...   table, opt_state = state
     ...   loss, grads = zenjax.value_and_grad(lambda t: t[ids].sum())(table)
     ...   updates, opt_state = tx.update(grads, opt_state, table)
-    ...   return (zenjax.apply_updates(table, updates), opt_state), loss
+    ...   return (optax.apply_updates(table, updates), opt_state), loss
     >>> step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
     >>> ids = jnp.array([3, 3, 5, 9])
     >>> (table, opt_state), _ = step((table, opt_state), ids)
