@@ -203,6 +203,36 @@ def test_a_scheme_that_you_chose_stays():
   assert sent[0] > sent[1] == sent[2]
 
 
+def test_tables_of_one_exchange_are_tuned_together():
+  """However differently the steps divide their rows between the tables."""
+  tx, rng = zen(), np.random.default_rng(0)
+
+  def rows_of(distinct, look_ups):
+    ids = np.minimum(np.arange(look_ups), distinct - 1)
+    ids = np.stack([rng.permutation(ROWS)[ids] for _ in range(N)])
+    values = np.ones((N, look_ups, WIDTH), np.float32)
+    rows = lambda *ids_and_values: zenjax.SparseRows(*ids_and_values, ROWS)
+    return jax.vmap(rows)(ids, values)
+
+  @jax.jit
+  def step(state, grads):
+    update = lambda g: tx.update(g, state)[1]
+    states = jax.vmap(update, axis_name="data")(grads)
+    return jax.tree.map(lambda x: x[0], states)
+
+  batches = [
+    {"a": rows_of(a, 1200), "b": rows_of(1000 - a, 700), "c": rows_of(2, 20)}
+    for a in (300, 400, 500, 600, 700)
+  ]
+  before = tx.init({name: jnp.zeros((ROWS, WIDTH)) for name in "abc"})
+  before = functools.reduce(step, batches, before)
+  after = functools.reduce(step, batches, zenjax.tune(before))
+  for name, leaf in zenjax.stats(after).items():
+    assert leaf["rounds"] == 1
+    assert leaf["wire_bytes"] < zenjax.stats(before)[name]["wire_bytes"] / 1.5
+  assert zenjax.tune(after) is after
+
+
 def test_between_two_devices_rows_have_no_owners():
   trainer = trained(zen(), n=2)
   trainer.state = zenjax.tune(trainer.state)

@@ -188,6 +188,7 @@ class CostModel:
       groups=m,
       column_groups=g,
       devices=n,
+      sizes=[None],
       contiguous=scheme.contiguous,
     )
     # Buffers are just large enough for the fullest group of rows.

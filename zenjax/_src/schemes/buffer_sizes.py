@@ -76,6 +76,7 @@ class ExchangePlan:
     most_push: The most rows that a device may have for one row group.
     most_pull: The most rows that the union of a row group may have.
     tables: The leaves that are concatenated to this table, in order.
+    parts: The part of each of `tables` in `push` and `pull`.
     rooms: For SparseRows, how many rows of each of `tables` all devices
       together may hold; empty for an array.
     kernels: Which implementation does local work: `kernels=` of `zen_sync`.
@@ -89,6 +90,7 @@ class ExchangePlan:
   most_push: int
   most_pull: int
   tables: tuple[Table, ...]
+  parts: tuple[Capacity, ...]
   rooms: tuple[int, ...] = ()
   kernels: Kernels = "xla"
 
@@ -133,7 +135,7 @@ def plan_table(
   groups: int,
   column_groups: int,
   devices: int,
-  pinned: Capacity | None = None,
+  sizes: Sequence[Capacity | None],
   seed: int = 0,
   hash_offset: int = 0,
   contiguous: bool = False,
@@ -141,7 +143,8 @@ def plan_table(
 ) -> ExchangePlan:
   """Plans tables that are concatenated to one, or a single table.
 
-  `pinned` has the buffer sizes of the user or of `zenjax.tune`.
+  `sizes` has the buffer sizes of each table, from the user or `zenjax.tune`.
+  Tables without sizes get their part of the default.
   """
   table = _joined(tables)
   layout = Layout(
@@ -158,16 +161,23 @@ def plan_table(
     rooms = tuple([min(rows, devices * ids) for rows, ids in held])
     most_push = min(most_push, table.look_ups)
     most_pull = min(most_pull, devices * table.look_ups)
-  sizes = pinned or _default_sizes(table, layout, column_groups, devices)
+  default = _default_sizes(table, layout, column_groups, devices)
+  lists = [x.look_ups or x.num_rows for x in tables]
+  shares = np.array(lists)[:, None] / sum(lists) * default
+  wanted = np.array([x or share for x, share in zip(sizes, shares)])
+  whole = np.rint(wanted.sum(0))
+  push, pull = np.minimum(whole, (most_push, most_pull)).astype(int).tolist()
+  parts = np.rint(np.maximum(wanted * (push, pull) / whole, 1)).astype(int)
   return ExchangePlan(
     table=table,
     layout=layout,
     column_groups=column_groups,
-    push=min(sizes.push, most_push),
-    pull=min(sizes.pull, most_pull),
+    push=push,
+    pull=pull,
     most_push=most_push,
     most_pull=most_pull,
     tables=tuple(tables),
+    parts=tuple([Capacity(*part) for part in parts.tolist()]),
     rooms=rooms,
     kernels=kernels,
   )

@@ -111,7 +111,7 @@ def plans(
     if joins and (is_list or is_small):
       key = (
         *(is_list, table.width, table.dtype, table.wire_dtype),
-        *(choice.column_groups, choice.capacities is None),
+        choice.column_groups,
       )
     members = groups.setdefault(key, [])
     rows = sum([tables[j].num_rows for j in members])
@@ -121,21 +121,19 @@ def plans(
   planned: list[ExchangePlan] = []
   hash_offset = 0
   for members in groups.values():
-    first = choices[members[0]]
     sizes = [choices[i].capacities for i in members]
-    pinned = first.capacities and Capacity(*map(sum, zip(*sizes)))
-    if scheme.dense_push and not pinned:
-      rows = sum([tables[i].num_rows for i in members])
-      pinned = Capacity(rows, rows)
+    if scheme.dense_push:
+      whole = [tables[i].num_rows for i in members]
+      sizes = [x or Capacity(rows, rows) for x, rows in zip(sizes, whole)]
     row_groups, column_groups = scheme.groups(
-      context.sizes, first.column_groups
+      context.sizes, choices[members[0]].column_groups
     )
     plan = buffer_sizes.plan_table(
       [tables[i] for i in members],
       groups=row_groups,
       column_groups=column_groups,
       devices=context.devices,
-      pinned=pinned,
+      sizes=sizes,
       seed=options.hash_seed,
       hash_offset=hash_offset,
       contiguous=scheme.contiguous,

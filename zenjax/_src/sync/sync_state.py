@@ -196,8 +196,10 @@ def after_step(
   """Returns the states of the leaves of one table after step number `step`.
 
   Leaves that are sent as one table are counted together: counts of pairs and
-  owners are divided in proportion to the rows of their sums. `other_bytes` are
-  the bytes that each leaf received outside of this exchange.
+  owners are divided in proportion to the rows of their sums. In the history,
+  they are divided like the buffers, so a leaf needs more than its part exactly
+  where all of them together need more. `other_bytes` are the bytes that each
+  leaf received outside of this exchange.
   """
   shares = counts.union / jnp.maximum(jnp.sum(counts.union), 1)
   dense = counts.dense.astype(jnp.float32)
@@ -229,7 +231,10 @@ def after_step(
       pull=alone.pull,
       scheme=SCHEMES.index(scheme.name),
     )
-    need = jnp.ceil(jnp.stack([last.push_need, last.pull_need]))
+    need = jnp.stack([counts.fullest, counts.owner])
+    if len(plan.tables) > 1:
+      part = np.divide(plan.parts[i], (plan.push, plan.pull))
+      need = jnp.ceil(need * (part * (1 - 1e-6)))
     need = jnp.where(counts.dense, DENSE_STEP, need.astype(jnp.int32))
     place = lax.rem(step, jnp.asarray(HISTORY, step.dtype))
     history = leaves[table.name].history
@@ -243,22 +248,17 @@ def after_step(
 
 
 def _alone(plan: ExchangePlan, number: int) -> ExchangePlan:
-  """Returns the plan of one of several tables that are sent as one.
-
-  Its buffers are a share of the common ones, by its rows or lookups.
-  """
+  """Returns the plan of one of several tables that are sent as one."""
   if len(plan.tables) == 1:
     return plan
-  table = plan.tables[number]
-  part = table.num_rows / plan.table.num_rows
-  if table.look_ups and plan.table.look_ups:
-    part = table.look_ups / plan.table.look_ups
+  table, part = plan.tables[number], plan.parts[number]
   return dataclasses.replace(
     plan,
     table=table,
-    push=max(1, round(plan.push * part)),
-    pull=max(1, round(plan.pull * part)),
+    push=part.push,
+    pull=part.pull,
     tables=(table,),
+    parts=(part,),
     rooms=plan.rooms[number : number + 1],
   )
 
