@@ -310,7 +310,6 @@ def errors() -> dict[str, Any]:
   def depends(p, ids):
     return p["t"][jnp.argmax(p["t"][ids] @ p["w"])].sum()
 
-  del grads
   return {
     "axis": (
       lambda: zenjax.tables.shard(params, mesh, "model"),
@@ -354,6 +353,13 @@ def errors() -> dict[str, Any]:
     "traced": (lambda: jax.eval_shape(zenjax.to_checkpoint, state),
       TypeError, "must hold numbers.*`zenjax.to_checkpoint` outside"),
     "sum": (lambda: jnp.sum(sharded["t"]), TypeError, "is not an array"),
+    "product with a number": (lambda: 2 * sharded["t"],
+      TypeError, "ShardedTable takes no arithmetic"),
+    "array of a gradient": (lambda: np.asarray(grads["t"]),
+      TypeError, r"unshard\(table\)\.to_dense\(\)"),
+    "gradient as an update": (
+      lambda: jax.eval_shape(zenjax.apply_updates, sharded, grads),
+      ValueError, r"instead of an update.*`optax.set_to_zero\(\)` inside"),
     "zen_sync": (lambda: zenjax.zen_sync("data").init(sharded),
       ValueError, "`zenjax.sharded_optimizer"),
     "lazy_rows": (lambda: zenjax.lazy_rows(sgd).init(sharded),

@@ -45,8 +45,9 @@ def test_multisteps_that_were_not_made_by_init():
   with pytest.raises(ValueError) as error:
     step((params, tx.init(params)), jnp.zeros(N))
   names(error, "`state`", "MultiSteps", "zenjax.init_state", "(6,)", "other")
-  made = zenjax.init_state(tx, params, runners.mesh(N), "data")
-  step((params, made), jnp.zeros(N))
+  for made_by in (tx, optax.flatten(tx)):
+    made = zenjax.init_state(made_by, params, runners.mesh(N), "data")
+    step((params, made), jnp.zeros(N))
 
 
 def test_axis_of_data_parallel_that_the_mesh_lacks():
@@ -66,8 +67,9 @@ def test_axis_of_data_parallel_that_the_mesh_lacks():
     (jnp.float32(0.5), "`jnp.full(2, x)`, and use `x[0]`", jnp.full(2, 0.5)),
     (jnp.zeros((3, 2)), "to 2 rows. Or pad it to 4", jnp.zeros((4, 2))),
     (jnp.zeros((0, 2)), "Skip the step", jnp.zeros((2, 2))),
+    (jnp.zeros((1, 4)), "micro-batches inside `step`", jnp.zeros(4)),
   ],
-  ids=["keys", "scalar", "odd", "empty"],
+  ids=["keys", "scalar", "odd", "empty", "micro-batches"],
 )
 def test_batch_that_cannot_be_split(argument, remedy, remedied):
   """What the message offers works."""

@@ -159,9 +159,19 @@ def test_step_that_does_not_return_a_state_and_aux(name):
   names(error, "`step` must return `(state, aux)`", *words)
 
 
+def grad_of_mean(w, x):
+  """What differs between devices: autodiff does not average it."""
+  return jax.grad(lambda w: lax.pmean(jnp.sum(x * w), "data"))(w)
+
+
 UNSYNCHRONIZED: dict[str, Any] = {
   "gradient": lambda w, x: (w - jax.grad(lambda w: (x * w).sum())(w), ()),
   "loss averaged": lambda w, x: (w + x.sum(), lax.pmean(x.sum(), "data")),
+  "loss averaged inside": lambda w, x: (w - grad_of_mean(w, x), ()),
+  "loss averaged inside a jit": lambda w, x: (
+    w - jax.jit(grad_of_mean)(w, x),
+    (),
+  ),
   "drawn": lambda w, x: (w + jax.random.normal(jax.random.key(x[0]), ()), ()),
   "in a jit": lambda w, x: (jax.jit(lambda w, x: w + x.sum())(w, x), ()),
 }

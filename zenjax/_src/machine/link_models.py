@@ -31,7 +31,7 @@ class Work:
     mask_byte: Time to find the nonzero rows, per byte of the table.
     mask_row: Time to find the nonzero rows, per row of the table.
     move_byte: Time to pack, merge and write rows, per byte received.
-    move_row: Time to pack, merge and write rows, per row received.
+    move_row: The same, per row received; a part of a row takes as long.
 
   Example:
     >>> import zenjax

@@ -1,4 +1,4 @@
-"""Reads line rates of networks in the notations that people use."""
+"""Reads line rates of networks as people write them."""
 
 import math
 import re
@@ -45,8 +45,8 @@ def _bits(prefix: str, unit: str, per: str) -> int:
     return 1
   if unit.lower().startswith("byte"):
     return 8 if per else 0
-  # "Gb/s" and "Gbps" are bits, "GB/s" and "GBps" are bytes. If all letters have
-  # the same case, as in "gb/s" and "GBPS", people mean either.
+  # "Gb/s" and "Gbps" are bits, "GB/s" and "GBps" are bytes. Of "gb/s" and
+  # "GBPS", people mean either, but "gbps" is always bits.
   if unit == "b" and per and (prefix.isupper() or per.lower() == "ps"):
     return 1
   if unit == "B" and per and not f"{prefix}{per}".replace("/", "").isupper():

@@ -124,6 +124,10 @@ class NoArray(metaclass=_Named):
 
   # Otherwise NumPy's operators would run once for each element.
   __array_ufunc__ = None
+  _NO_ARITHMETIC = (
+    "SparseRows take no arithmetic but `+`. Scale them with"
+    " `rows.with_values(rows.values * factor)`."
+  )
 
   def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
     raise TypeError(
@@ -140,10 +144,7 @@ class NoArray(metaclass=_Named):
 
   def _not_scaled(self, other: Any = None) -> NoReturn:
     del other
-    raise TypeError(
-      "SparseRows take no arithmetic but `+`. Scale them with"
-      " `rows.with_values(rows.values * factor)`."
-    )
+    raise TypeError(self._NO_ARITHMETIC)
 
   __sub__ = __rsub__ = _not_added
   __mul__ = __rmul__ = __truediv__ = __neg__ = _not_scaled
@@ -313,7 +314,8 @@ class SparseRows(NoArray):
     if self.by_owner:
       raise ValueError(
         "Gradients of a ShardedTable cannot be added to its rows. Update it"
-        " with `zenjax.sharded_optimizer`."
+        " with `zenjax.sharded_optimizer`. To freeze it, put"
+        " `optax.set_to_zero()` inside."
       )
     if table.shape != self.shape:
       raise ValueError(

@@ -157,7 +157,8 @@ def require_shapes(updates: Any, params: Any) -> None:
     if update.by_owner:
       raise ValueError(
         f"`updates` has the gradient of the ShardedTable {name!r} instead of an"
-        " update. Call `zenjax.sharded_optimizer(..).update` first."
+        " update. Call `zenjax.sharded_optimizer(..).update` first. To freeze"
+        " the table, put `optax.set_to_zero()` inside it."
       )
     require_one(f"the update of {name!r}", update)
     if update.shape != jnp.shape(param):

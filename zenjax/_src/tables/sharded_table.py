@@ -9,7 +9,7 @@ Letters: `R` rows, `D` columns, `n` devices, `S` slots of a device.
 from collections.abc import Callable, Sequence
 import dataclasses
 import math
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jax
 from jax.core import Tracer
@@ -22,6 +22,7 @@ from zenjax._src.core.collectives import Axes
 from zenjax._src.core.partition import Layout
 from zenjax._src.core.row_wire import RowWire
 from zenjax._src.rows.sparse_rows import NoArray
+from zenjax._src.rows.sparse_rows import SparseRows
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -69,6 +70,12 @@ class ShardedTable(NoArray):
   stack: tuple[int, ...] = ()
   sizes: tuple[int, ...] = ()
   wire_dtype: Any = None
+
+  _NO_ARITHMETIC: ClassVar[str] = (
+    "A ShardedTable takes no arithmetic, because its rows are on different"
+    " devices. Compute with its rows inside the loss, or convert it with"
+    " `zenjax.tables.unshard(table)`."
+  )
 
   @property
   def batch_axes(self) -> Axes:
@@ -153,9 +160,10 @@ class ShardedTable(NoArray):
     raise AttributeError(_NOT_INDEXED)
 
   def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    array = ".to_dense()" if isinstance(self.value, SparseRows) else ""
     raise TypeError(
       "A ShardedTable is not an array, because its rows are on different"
-      " devices. Convert it with `zenjax.tables.unshard`."
+      f" devices. Convert it with `zenjax.tables.unshard(table){array}`."
     )
 
   __jax_array__ = __array__

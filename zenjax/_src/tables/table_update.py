@@ -32,6 +32,11 @@ class TableUpdate(NoArray):
   """
 
   __slots__ = ("_slots", "rows", "size", "axes")
+  _NO_ARITHMETIC = (
+    "The update of a ShardedTable takes no arithmetic. Put transformations that"
+    " change updates into the optimizer that you pass to"
+    " `zenjax.sharded_optimizer`."
+  )
 
   def __init__(self, slots: jax.Array, rows: Any, size: int, axes: Axes):
     self._slots = sparse_rows.seal(slots)

@@ -1,6 +1,6 @@
 """`data_parallel`: a training step mapped over the devices of a mesh."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -199,7 +199,7 @@ def data_parallel(
 def _require_synchronized(
   program: Any, own: list[bool], common: list[bool], axes: Axes
 ) -> None:
-  """Raises if outputs depend on a device's own inputs without any collective.
+  """Raises if outputs depend on a device's own inputs, which none exchanges.
 
   Args:
     program: A closed jaxpr.
@@ -209,15 +209,16 @@ def _require_synchronized(
     axes: The axes that devices are mapped over.
   """
   needed, used = jaxprs.needed(program, common)
-  local = any(x and y for x, y in zip(used, own, strict=True))
-  if not local or _communicates(needed):
+  local = [x for x, is_used in zip(own, used, strict=True) if is_used]
+  if not any(local) or _exchanges(needed, local):
     return
   axis_name = axes[0] if len(axes) == 1 else axes
   raise ValueError(
     "`step` changes its state by each device's own part of the batch, or by a"
     " state that differs between devices, and synchronizes nothing, so devices"
     f" would drift apart. Put `zenjax.zen_sync({axis_name!r})` first in the"
-    f" optimizer's chain, or average with `jax.lax.pmean(x, {axis_name!r})`."
+    " optimizer's chain, or average gradients with `jax.lax.pmean(grads,"
+    f" {axis_name!r})`. A `pmean` of the loss does not average gradients here."
   )
 
 
@@ -227,12 +228,31 @@ _COLLECTIVES = frozenset(
 )
 
 
-def _communicates(jaxpr: Any) -> bool:
-  return any(
-    eqn.primitive.name in _COLLECTIVES
-    or any(map(_communicates, jex_core.jaxprs_in_params(eqn.params)))
-    for eqn in jaxpr.eqns
+def _communicates(eqn: Any) -> bool:
+  nested = jex_core.jaxprs_in_params(eqn.params)
+  return eqn.primitive.name in _COLLECTIVES or any(
+    _communicates(inner) for jaxpr in nested for inner in jaxpr.eqns
   )
+
+
+def _exchanges(program: Any, own: Sequence[bool]) -> bool:
+  """Returns whether a collective takes what depends on a device's own inputs.
+
+  The cotangent of a loss that is averaged over devices is a collective too, but
+  of a constant.
+  """
+  jaxpr, _ = jaxprs.opened(program)
+  local = {x for x, is_own in zip(jaxpr.invars, own, strict=True) if is_own}
+  for eqn in jaxpr.eqns:
+    read = [isinstance(x, jex_core.Var) and x in local for x in eqn.invars]
+    if any(read):
+      local.update(eqn.outvars)
+      is_call = eqn.primitive.name in jaxprs.CALLS
+      if is_call and _exchanges(jaxprs.called(eqn), read):
+        return True
+      if not is_call and _communicates(eqn):
+        return True
+  return False
 
 
 def _require_no_copies(state: Any) -> None:
@@ -241,8 +261,8 @@ def _require_no_copies(state: Any) -> None:
     if is_sharded(leaf) and leaf.replicas:
       raise ValueError(
         f"`state` holds table {name!r} with `replicas` {leaf.replicas!r}, which"
-        " data_parallel can't update. Call the step in plain jit, without"
-        " data_parallel."
+        " data_parallel does not support. Train in plain jit, with"
+        " `zenjax.sharded_optimizer` for all parameters."
       )
 
 
@@ -303,6 +323,11 @@ def _remedy(leaf: Any, devices: int) -> str:
   if not len(leaf):
     return "Skip the step: a mean over no examples is NaN."
   fewer = len(leaf) - len(leaf) % devices
+  if not fewer:
+    return (
+      "Its first dimension must be the examples, at least one per device. Split"
+      " micro-batches inside `step`."
+    )
   return (
     f"Trim it to {fewer} rows. Or pad it to {fewer + devices}, and take the"
     " loss by `zenjax.weighted_mean`, because a plain mean counts padding."
@@ -322,6 +347,8 @@ def _check_accumulated(state: Any, devices: int) -> None:
   for node in filter(placement.accumulates_local, nodes):
     for name, leaf in leaf_util.named_leaves(node.acc_grads):
       rows, *columns = np.shape(leaf)
+      if name == leaf_util.ONLY and not columns:
+        continue  # All parameters in one vector, by `optax.flatten`.
       alike = [x for x in shapes if x and x[1:] == tuple(columns)]
       if alike and (rows / devices, *columns) not in alike:
         raise ValueError(
