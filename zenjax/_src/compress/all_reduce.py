@@ -86,7 +86,7 @@ def all_reduce(
       added up in float32 along the last axis, and compressed along the others;
       `PowerSGD` sends its factors along all of them.
     leaves: The leaves to compress: a pytree prefix of bools, or a callable
-      `(name, leaf) -> bool` with the names that `zenjax.report` shows.
+      `(name, leaf) -> bool`, with names such as `"layers.0.kernel"`.
     others: Synchronizes all other leaves. By default `zen_sync(axis_name)`,
       followed by the same momentum.
     op: `"mean"` or `"sum"`. The default is the mean, and in plain `jit` the

@@ -42,7 +42,8 @@ def size_in_init(axes: Axes, by: str) -> int:
       " doesn't know the devices. Call `opt_state = zenjax.init_state(tx,"
       f" params, mesh, {axis_name!r})`. In place of `TrainState.create`, write"
       " `TrainState(step=0, apply_fn=model.apply, params=params, tx=tx,"
-      " opt_state=opt_state)`."
+      " opt_state=opt_state)`. In place of `nnx.Optimizer`, take `params ="
+      " nnx.state(model, nnx.Param)`, and write new ones by `nnx.update`."
     ) from error
 
 

@@ -56,10 +56,10 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
       take), `went_dense`, `scheme` (a number), and `column_groups`.
     - Tables of `zenjax.tables.shard`: the same, and `owners`, `room` (buffer
       size for gradients) and `fetch_rounds`.
-    - "compressed", for `zenjax.compress.all_reduce` ("compressed 2" for a
-      second one): `leaves`, `steps`, `wire_bytes`, `dense_bytes`,
-      `residual_norm`, and what the compressor counts, such as the `density` of
-      a sparsifier.
+    - "compressed", for `zenjax.compress.all_reduce` ("compressed 2" and so on
+      for others, and for the groups of a plan): `leaves`, `steps`,
+      `wire_bytes`, `dense_bytes`, `residual_norm`, and what the compressor
+      counts, such as the `density` of a sparsifier.
 
   Raises:
     ValueError: `state` holds none of these states.

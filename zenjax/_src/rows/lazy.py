@@ -218,6 +218,8 @@ def require_no_accumulation(state: Any, argument: str) -> None:
     name = next(x for kind, x in kinds.items() if isinstance(node, kind))
     raise ValueError(
       f"`{argument}` must not be `optax.{name}`, because only some"
-      " of its steps update. To accumulate gradients, average inside the loss:"
-      " `jax.lax.map(jax.checkpoint(loss), micro_batches).mean()`."
+      " of its steps update. To accumulate gradients, average over"
+      " `micro_batches`, `[micro-batches, examples, ..]`, inside the loss:"
+      " `jax.lax.map(jax.checkpoint(lambda x: loss(params, x)),"
+      " micro_batches).mean()`."
     )

@@ -329,7 +329,7 @@ def context_of(options: Options) -> Context:
         " in plain jit, give zen_sync `mesh=`."
       )
       if mesh_axes and axis not in mesh_axes:
-        remedy = f"Your mesh has {mesh_axes}. Give one of these names."
+        remedy = f"Your mesh has {mesh_axes}. Give the batch's axis."
       raise NameError(
         "`axis_name` must be bound where gradients are synchronized, but"
         f" {what}. {remedy}"
@@ -360,11 +360,11 @@ def local_leaves(tree: Any, context: Context) -> list[tuple[str, Any]]:
       if axis not in varying and compat.records_varying(axis):
         axes = context.axes[0] if len(context.axes) == 1 else context.axes
         raise ValueError(
-          f"`updates` must be local gradients, but autodiff has summed leaf"
-          f" {name!r} over axis {axis!r}, as it does in"
-          " shard_map(check_vma=True). Differentiate with respect to"
-          f" `zenjax.unreduced(params, {axes!r})`. Gradients and loss are then"
-          " local: clip after this transformation, and return"
-          f" `jax.lax.pmean(loss, {axes!r})`."
+          f"`updates` must be local gradients, but leaf {name!r} has been"
+          f" summed over axis {axis!r}: by autodiff, as in"
+          " shard_map(check_vma=True), or by you. Differentiate with respect to"
+          f" `zenjax.unreduced(params, {axes!r})`, and leave out any `pmean` of"
+          " gradients. Gradients and loss are then local: clip after this"
+          f" transformation, and return `jax.lax.pmean(loss, {axes!r})`."
         )
   return leaves

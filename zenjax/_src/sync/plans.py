@@ -222,11 +222,12 @@ class Plan(checked_json.Document):
 
     Returns:
       A line for each leaf that is sent sparse, with predicted and measured rows
-      and bytes and their ratio, and a line for the step.
+      and bytes and their ratio; a line for all compressed leaves; and a line
+      for the step.
 
     Raises:
-      ValueError: `measured` lacks a leaf that is sent sparse, or `seconds` is
-        not positive.
+      ValueError: `measured` lacks a leaf that is sent sparse or compressed, or
+        `seconds` is not positive.
     """
     if seconds is not None and not 0 < seconds < math.inf:
       raise ValueError(
@@ -256,7 +257,8 @@ class Plan(checked_json.Document):
           _ratio(seen["wire_bytes"], leaf.wire_bytes),
         )
       )
-    lines = text.columns(rows, left=2)
+    lines = text.columns(rows, left=2) if sparse else []
+    lines += self._compared_compressed(measured)
     planned = text.ms(self.seconds)
     if seconds is not None and self.compute_seconds:
       ratio = _ratio(seconds, self.seconds)
@@ -270,6 +272,29 @@ class Plan(checked_json.Document):
         f" only exchanges were planned, {planned} ms"
       )
     return "\n".join(lines)
+
+  def _compared_compressed(
+    self, measured: Mapping[str, Mapping[str, float]]
+  ) -> list[str]:
+    """Compares the bytes of all compressed leaves."""
+    planned = [leaf.wire_bytes for leaf in self.leaves if leaf.compressor]
+    seen = [
+      known["wire_bytes"]
+      for name, known in measured.items()
+      if name.partition(" ")[0] == "compressed" and name not in self.by_name
+    ]
+    if not planned:
+      return []
+    if not seen:
+      raise ValueError(
+        "`measured` lacks the compressed leaves of the plan. Give"
+        " `zenjax.stats(state)` after a step with"
+        " `zenjax.compress.all_reduce(plan, axis_name)`."
+      )
+    sizes = f"{text.size(sum(planned))} planned, {text.size(sum(seen))} seen"
+    ratio = _ratio(sum(seen), sum(planned))
+    count = text.count(len(planned), "compressed gradient")
+    return [f"{count}: {sizes}, ratio {ratio}"]
 
 
 def require_tree(

@@ -280,11 +280,12 @@ def _require_unreduced(by: str, name: str, leaf: jax.Array, axes: Axes) -> None:
   """Raises ValueError if a leaf is not unreduced, or is sharded."""
   if not _unreduced_axes(leaf):
     raise ValueError(
-      f"`updates` of {by} must be unreduced outside of shard_map, but XLA has"
-      f" summed leaf {name!r} over {axes!r}. On explicit axes take gradients of"
-      f" `zenjax.unreduced(params, {axes!r})`. On other axes, and for a short"
-      " vector that this leaves unchanged, wrap the step in"
-      " `zenjax.data_parallel`."
+      f"`updates` of {by} must be unreduced outside of shard_map, but leaf"
+      f" {name!r} is not: XLA has summed it over {axes!r}, or the batch is not"
+      f" split. Split the batch by `jax.device_put(batch, jax.P({axes!r}))`. If"
+      " the axes are explicit (`jax.make_mesh`), take gradients of"
+      f" `zenjax.unreduced(params, {axes!r})`. Otherwise, or if the leaf is a"
+      " short vector, wrap the step in `zenjax.data_parallel`."
     )
   _require_axes(name, leaf, axes)
   over = [axis for axis in compat.explicit_spec(leaf) if axis is not None]

@@ -231,8 +231,9 @@ def require_devices(what: str, had: int, devices: int) -> None:
   if had != devices:
     raise ValueError(
       f"{what} was made for {had} devices, but it is used on {devices} devices."
-      " Move it with `zenjax.from_checkpoint(state, mesh, axis_name)`, or use"
-      " the mesh that it was made for (also as `mesh=`)."
+      " Use the mesh that it was made for, also where you pass `mesh=`. Or move"
+      " everything: `params, opt_state = zenjax.from_checkpoint((params,"
+      " opt_state), mesh, axis_name)`."
     )
 
 
