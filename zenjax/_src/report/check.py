@@ -183,14 +183,22 @@ def check_step(
       runs.append(_compared(build, mesh, batch, steps, axes, wide=True))
   except Exception as error:  # A program may insist on its dtypes.
     line = str(error).partition("\n")[0]
-    notes.append(f"float64 was left out, {type(error).__name__}: {line}")
+    kind = type(error).__name__
+    notes.append(
+      f"there is no float64, in which the program raises {kind}: {line}"
+    )
   many, one, _ = runs[0]
   by_order = [
-    f"{x:.6g} to {y:.6g}"
+    f"the loss of the first step changes from {x:.6g} to {y:.6g}"
     for _, single, reverse in runs
     for x, y in zip(single.losses.values(), reverse.losses.values())
     if abs(float(x) - float(y)) > _NEAR * abs(float(x))
   ]
+  for run in runs[1:]:  # In float64, where rounding is no reason.
+    measures = [_measured(name, *run) for name in one.last]
+    moved = [x for x in measures if x.change]
+    if moved and all(x.by_order > _BY_ORDER for x in moved):
+      by_order.append("all parameters change otherwise")
   if one.selects:
     notes.append(
       "each device chooses for itself what it sends, or trains by itself, so"
@@ -198,9 +206,9 @@ def check_step(
     )
   elif by_order:
     notes.append(
-      "cannot be compared: on one device the loss of the first step changes"
-      f" from {by_order[0]} with the order of the examples, as it does with"
-      " dropout. Switch random numbers off."
+      f"cannot be compared: on one device {by_order[0]} with the order of the"
+      " examples. Switch off random numbers such as dropout, and don't pair"
+      " examples by their position."
     )
   names, devices = [*one.losses, *one.last], mesh.devices.size
   judged = not one.selects and not by_order
@@ -379,6 +387,7 @@ class _Measure(NamedTuple):
   largest: float  # the largest difference
   unexplained: float  # the largest that rounding does not explain
   norm: float  # the norm of what rounding does not explain, of norms
+  by_order: float  # the norm that the order of the examples makes, of norms
 
 
 def _measured(name: str, many: _Run, one: _Run, reverse: _Run) -> _Measure:
@@ -399,6 +408,7 @@ def _measured(name: str, many: _Run, one: _Run, reverse: _Run) -> _Measure:
     largest=_part(apart if moved or apart > unit else 0.0, moved),
     unexplained=_part(apart - _NOISE * largest(noise) - unit, moved),
     norm=_part(norm(difference) - explained, norm(change)),
+    by_order=_part(norm(noise), norm(change)),
   )
 
 
@@ -424,6 +434,9 @@ _NOISE = 64
 # program's own dtypes for the norm and, without float64, for each element. An
 # optimizer such as Adam makes large steps of gradients that are only rounding.
 _ELEMENT64, _NEAR, _ELEMENT = 1e-5, 1e-3, 1e-2
+# A program depends on the order of the examples if it changes all parameters by
+# more than this, as a part of their change.
+_BY_ORDER = 1e-2
 
 
 def _judged(
@@ -463,7 +476,8 @@ def _meaning(name: str, many_run: _Run, one_run: _Run, devices: int) -> str:
       f"it is {many:.6g} in the first step, and {one:.6g} on one device with"
       " the same parameters and batch. Return the mean over all devices. For"
       " padded examples use `zenjax.weighted_mean`. Switch random numbers off"
-      " that depend on the device."
+      " that depend on the device. In-batch negatives and batch norm also make"
+      " a difference, because each device sees only its part of the batch."
     )
   # After one step, unless that changed nothing.
   stages = [x.first[name] for x in runs], [x.last[name] for x in runs]
