@@ -111,11 +111,12 @@ def test_step_holds_no_array_of_the_table_but_the_table():
 
 
 def test_what_moves_rows_without_gradients_is_told():
-  params = {"table": jnp.ones((ROWS, WIDTH)), "bias": jnp.zeros(3)}
+  table = jnp.ones((ROWS, WIDTH))
+  params = {"one": table, "two": table, "bias": jnp.zeros(3)}
   for inner in (optax.adamw(0.1), optax.lion(0.1), optax.yogi(0.1)):
-    with pytest.warns(UserWarning, match="only on the rows of table 'table'"):
+    with pytest.warns(UserWarning, match=r"the rows of \['one', 'two'\]"):
       zenjax.lazy_rows(inner).init(params)
-  bias = {"table": False, "bias": True}
+  bias = {"one": False, "two": False, "bias": True}
   zenjax.lazy_rows(optax.adamw(0.1, mask=bias)).init(params)
 
 

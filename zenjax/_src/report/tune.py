@@ -49,8 +49,8 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
   have the same counts, so all of them make the same plan.
 
   Buffer sizes are not saved in checkpoints. After a restore, run some 20 steps
-  and call `tune` again. A change pays if it saves a tenth of what a step costs
-  in bytes, where each round counts as much as 32 KiB. So small buffers may stay
+  and call `tune` again. A change must save a tenth of what a step costs in
+  bytes, where a round costs 32 KiB besides its rows. So small buffers may stay
   larger than they must be.
 
   `tune` keeps the values that you gave to `zen_sync` as `capacities`, `scheme`

@@ -192,12 +192,13 @@ def _require_row_by_row(
 
 
 def warn_of_decay(analysis: RowAnalysis, names: Sequence[str]) -> None:
-  """Warns of the first table whose rows would move without a gradient."""
-  for table in analysis.program.moving()[:1]:
+  """Warns of tables whose rows would move without a gradient."""
+  tables = [names[table] for table in analysis.program.moving()]
+  if tables:
     warnings.warn(
       "Weight decay, or whatever moves rows without a gradient, acts only on"
-      f" the rows of table {names[table]!r} that a step touches. Exclude the"
-      " table with `optax.masked`. For the plain optimizer, use"
+      f" the rows of {tables} that a step touches. Exclude these tables, by"
+      " `mask=` of the optimizer or `optax.masked`. For plain training, use"
       ' `zen_sync(.., output="dense")` without `lazy_rows`.',
       stacklevel=2,
     )
