@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from zenjax._src.compress import compress_state
+from zenjax._src.compress.compress_state import CompressState
 from zenjax._src.core import text
 from zenjax._src.core.text import columns
 from zenjax._src.report import stats
@@ -58,10 +59,10 @@ def report(state: Any) -> str:
     zen_sync: no parameter is sent sparsely; all take a dense all-reduce.
   """
   sync_state.require_numbers(state, "report")
+  syncs = sync_state.require(state, CompressState)
   lines = _compressed(state)
-  syncs = sync_state.find(state)
   if not lines or any(sync.leaves for sync in syncs):
-    lines = [*_synced_leaves(state, sync_state.require(state)), *lines]
+    lines = [*_synced_leaves(state, syncs), *lines]
   return "\n".join(lines)
 
 

@@ -19,8 +19,6 @@ from zenjax._src.sync.sync_state import Sizes
 # Numbers by leaf or compressor, and by the name of the statistic.
 Stats = dict[str, dict[str, float]]
 
-_COUNTED = sync_state.ZenSyncState, CompressState
-
 
 @overload
 def stats(state: Any) -> Stats: ...
@@ -86,12 +84,7 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
     0.25
   """
   sync_state.require_numbers(state, "stats")
-  if not any(sync_state.nodes(state, kind) for kind in _COUNTED):
-    raise ValueError(
-      "`state` must hold a state of `zen_sync` or `compress.all_reduce`, got"
-      f" {type(state).__name__}. With nnx, pass the optimizer itself, because"
-      " `nnx.state` forgets types."
-    )
+  sync_state.require(state, CompressState)
   by_name: Stats = {}
   for part in synced_leaves, sharded_tables, compressed:
     by_name |= part(state)

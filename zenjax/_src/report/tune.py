@@ -65,7 +65,8 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
       dense all-reduce, or between two devices.
 
   Returns:
-    The same tree with the new plan, or `tree` itself if no change would pay.
+    The same tree with the new plan, or `tree` itself if no change would pay, or
+    if it holds no state of zenjax.
 
   Raises:
     TypeError: `tune` is called inside `jit`; call it on the state after a step.

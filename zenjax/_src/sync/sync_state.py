@@ -298,16 +298,19 @@ def require_numbers(state: Any, function: str) -> None:
     )
 
 
-def require(state: Any) -> list[ZenSyncState]:
-  """Returns every `ZenSyncState`; raises `ValueError` if there is none."""
-  states = find(state)
-  if not states:
+def require(state: Any, *others: Any) -> list[ZenSyncState]:
+  """Returns every `ZenSyncState`.
+
+  Raises:
+    ValueError: There is none, and no state of one of the `others` either.
+  """
+  if not any(nodes(state, kind) for kind in (ZenSyncState, *others)):
     raise ValueError(
-      f"`state` must hold a ZenSyncState, got {type(state).__name__}. Pass the"
-      " state of an optax chain with `zen_sync`. With nnx, pass the optimizer"
-      " itself, because `nnx.state` forgets types."
+      "`state` must hold a state of `zen_sync`, `sharded_optimizer` or"
+      f" `compress.all_reduce`, got {type(state).__name__}. With nnx, pass the"
+      " optimizer itself, because `nnx.state` forgets types."
     )
-  return states
+  return find(state)
 
 
 def whole_leaves(node: ZenSyncState) -> dict[str, LeafState]:
