@@ -93,9 +93,12 @@ class Utility:
       (x.name, text.ms(x.seconds), f"{x.gain:+.0%}", text.size(x.wire_bytes))
       for x in self.ways
     ]
-    hidden = "the backward pass would hide plain all-reduces"
+    hidden = "the backward pass hides plain all-reduces"
     if self.needed_ratio > 1:
-      hidden = f"with {self.needed_ratio:.3g} times fewer bytes, {hidden}"
+      hidden = (
+        f"with {self.needed_ratio:.3g} times fewer bytes, the backward pass"
+        " would hide all-reduces: no compressor has to save more"
+      )
     return "\n".join(
       [
         f"a step on {self.machine}, {text.ms(self.compute_seconds)} ms of it"
