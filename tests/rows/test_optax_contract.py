@@ -124,7 +124,7 @@ def refused(make, name):
     wanted = {
       "must update a row by that row alone": "`optax.partition`",
       "must update rows without sums over all": "`clip_norm=`",
-      "must not be `optax.": "average inside the loss",
+      "must not be `optax.": "inside the loss",
     }
     assert any(
       words in message and remedy in message for words, remedy in wanted.items()

@@ -69,7 +69,7 @@ def test_another_number_of_devices(kind):
   """Each count is named, and what moves the state; where that is, it runs."""
   tx = TRANSFORMS[kind]
   states = {n: made(tx, n) for n in (1, 3, 4)}
-  remedy = "zenjax.from_checkpoint(state"
+  remedy = "zenjax.from_checkpoint("
   for had, n, donate in ((4, 2, True), (4, 8, False), (3, 1, True)):
     with pytest.raises(ValueError) as error:
       traced(tx, states[had], n, by="data_parallel", donate=donate)
@@ -98,7 +98,7 @@ def test_states_of_mapped_devices_that_are_cut(kind):
   jax.eval_shape(step, stack(4), state)
   with pytest.raises(ValueError) as error:
     jax.eval_shape(step, stack(2), jax.tree.map(lambda x: x[:2], state))
-  names(error, "2 devices", "made for", "zenjax.from_checkpoint(state")
+  names(error, "2 devices", "made for", "zenjax.from_checkpoint(")
 
 
 @pytest.mark.parametrize("kind", ["momentum", "sharded_optimizer"])

@@ -330,7 +330,7 @@ def test_a_state_of_other_devices_is_refused(way):
   _, step = WAYS[way](local, outer, 2)
   with pytest.raises(ValueError) as error:
     step(state, models.problem(1, 2, 2).one(0))
-  refusals.names(error, "2 devices", "zenjax.from_checkpoint(state")
+  refusals.names(error, "2 devices", "zenjax.from_checkpoint(")
 
 
 def test_training_without_an_exchange_is_refused():

@@ -271,4 +271,4 @@ def test_a_state_of_other_devices_is_refused(by):
     step = lambda state, g: tx.update(g.x[0, 0, :3, :2], state)[::-1]
     step = zenjax.data_parallel(step, runners.mesh(2), "data")
     jax.jit(step)(state, data)
-  refusals.names(error, "2 devices", "zenjax.from_checkpoint(state")
+  refusals.names(error, "2 devices", "zenjax.from_checkpoint(")
