@@ -211,7 +211,7 @@ def test_tables_of_one_exchange_are_tuned_together():
     ids = np.minimum(np.arange(look_ups), distinct - 1)
     ids = np.stack([rng.permutation(ROWS)[ids] for _ in range(N)])
     values = np.ones((N, look_ups, WIDTH), np.float32)
-    rows = lambda *ids_and_values: zenjax.SparseRows(*ids_and_values, ROWS)
+    rows = lambda ids, values: zenjax.SparseRows(ids, values, ROWS)
     return jax.vmap(rows)(ids, values)
 
   @jax.jit

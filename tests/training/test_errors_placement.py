@@ -45,7 +45,7 @@ def test_multisteps_that_were_not_made_by_init():
   with pytest.raises(ValueError) as error:
     step((params, tx.init(params)), jnp.zeros(N))
   names(error, "`state`", "MultiSteps", "zenjax.init_state", "(6,)", "other")
-  for made_by in (tx, optax.flatten(tx)):
+  for made_by in (tx, optax.flatten(tx.gradient_transformation())):
     made = zenjax.init_state(made_by, params, runners.mesh(N), "data")
     step((params, made), jnp.zeros(N))
 
