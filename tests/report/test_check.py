@@ -367,8 +367,8 @@ def test_a_wrong_row_is_found_without_float64():
 
   found = checked(build)
   assert found.notes == (
-    "there is no float64, in which the program raises TypeError: of float32"
-    " alone",
+    "float64 is not compared, because the program raises TypeError: of"
+    " float32 alone",
   ), str(found)
   assert [x.name for x in found.leaves if x.problem] == ["table"], str(found)
 

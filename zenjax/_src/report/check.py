@@ -185,7 +185,7 @@ def check_step(
     line = str(error).partition("\n")[0]
     kind = type(error).__name__
     notes.append(
-      f"there is no float64, in which the program raises {kind}: {line}"
+      f"float64 is not compared, because the program raises {kind}: {line}"
     )
   many, one, _ = runs[0]
   by_order = [

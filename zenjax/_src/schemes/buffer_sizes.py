@@ -162,8 +162,8 @@ def plan_table(
     most_push = min(most_push, table.look_ups)
     most_pull = min(most_pull, devices * table.look_ups)
   default = _default_sizes(table, layout, column_groups, devices)
-  lists = [x.look_ups or x.num_rows for x in tables]
-  shares = np.array(lists)[:, None] / sum(lists) * default
+  weights = [x.look_ups or x.num_rows for x in tables]
+  shares = np.array(weights)[:, None] / sum(weights) * default
   wanted = np.array([x or share for x, share in zip(sizes, shares)])
   whole = np.rint(wanted.sum(0))
   push, pull = np.minimum(whole, (most_push, most_pull)).astype(int).tolist()
