@@ -95,10 +95,7 @@ class Utility:
     ]
     hidden = "the backward pass hides plain all-reduces"
     if self.needed_ratio > 1:
-      hidden = (
-        f"with {self.needed_ratio:.3g} times fewer bytes, the backward pass"
-        " would hide all-reduces: no compressor has to save more"
-      )
+      hidden += f" of {self.needed_ratio:.3g} times fewer bytes"
     return "\n".join(
       [
         f"a step on {self.machine}, {text.ms(self.compute_seconds)} ms of it"
