@@ -160,7 +160,7 @@ def test_step_that_does_not_return_a_state_and_aux(name):
 
 
 def grad_of_mean(w, x):
-  """What differs between devices: autodiff does not average it."""
+  """A gradient of each device, because autodiff does not average it."""
   return jax.grad(lambda w: lax.pmean(jnp.sum(x * w), "data"))(w)
 
 

@@ -194,7 +194,7 @@ def check_step(
     for x, y in zip(single.losses.values(), reverse.losses.values())
     if abs(float(x) - float(y)) > _NEAR * abs(float(x))
   ]
-  for run in runs[1:]:  # In float64, where rounding is no reason.
+  for run in runs[1:]:  # In float64, rounding changes too little.
     measures = [_measured(name, *run) for name in one.last]
     moved = [x for x in measures if x.change]
     if moved and all(x.by_order > _BY_ORDER for x in moved):

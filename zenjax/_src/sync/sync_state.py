@@ -234,6 +234,7 @@ def after_step(
     need = jnp.stack([counts.fullest, counts.owner])
     if len(plan.tables) > 1:
       part = np.divide(plan.parts[i], (plan.push, plan.pull))
+      # A need of just the whole buffer must not round up to one row more.
       need = jnp.ceil(need * (part * (1 - 1e-6)))
     need = jnp.where(counts.dense, DENSE_STEP, need.astype(jnp.int32))
     place = lax.rem(step, jnp.asarray(HISTORY, step.dtype))

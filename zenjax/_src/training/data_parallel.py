@@ -199,7 +199,7 @@ def data_parallel(
 def _require_synchronized(
   program: Any, own: list[bool], common: list[bool], axes: Axes
 ) -> None:
-  """Raises if outputs depend on a device's own inputs, which none exchanges.
+  """Raises if common outputs depend on inputs that no device exchanges.
 
   Args:
     program: A closed jaxpr.
