@@ -314,7 +314,7 @@ def test_plain_jit_sums_what_is_unreduced(name):
   tx = compress.all_reduce(row.compressor, "data")
 
   def loss(params, x):
-    """XLA sums the gradient of a short vector by itself."""
+    """XLA sums the gradient of a bias by itself."""
     return 1e5 * jnp.mean(jnp.tanh(x @ params["w"] + params["b"][None]) ** 2)
 
   with jax.set_mesh(mesh):

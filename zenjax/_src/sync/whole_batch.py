@@ -285,7 +285,7 @@ def _require_unreduced(by: str, name: str, leaf: jax.Array, axes: Axes) -> None:
       f" split. Split the batch by `jax.device_put(batch, jax.P({axes!r}))`. If"
       " the axes are explicit (`jax.make_mesh`), take gradients of"
       f" `zenjax.unreduced(params, {axes!r})`. Otherwise, or if the leaf is a"
-      " short vector, wrap the step in `zenjax.data_parallel`."
+      " bias, wrap the step in `zenjax.data_parallel`."
     )
   _require_axes(name, leaf, axes)
   over = [axis for axis in compat.explicit_spec(leaf) if axis is not None]
