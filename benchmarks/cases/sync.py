@@ -74,6 +74,7 @@ class Variant(NamedTuple):
   transformation: optax.GradientTransformation
   # Bytes on the wire: none, a ring all-reduce's, or what zenjax counts.
   volume: Literal["none", "dense", "counted"] = "counted"
+  tuned: bool = False  # Whether `zenjax.tune` plans it after a step a batch.
 
 
 PMEAN = optax.stateless(lambda grads, _: jax.lax.pmean(grads, AXIS))
@@ -88,6 +89,7 @@ VARIANTS = (
   Variant("pmean", PMEAN, volume="dense"),
   Variant("all_gather", _zen(scheme="all_gather")),
   Variant("zen", _zen()),
+  Variant("zen-tuned", _zen(), tuned=True),
   Variant("zen-hash", _zen(partition="hash")),
   Variant("zen-columns", _zen(partition="columns")),
 )
@@ -251,6 +253,9 @@ class Training:
   def build(self, variant: Variant) -> harness.Built:
     """Compiles `variant`, checks it on every batch, collects its figures."""
     runner = _Runner(self, variant)
+    if variant.tuned:
+      runner.check()
+      runner = _Runner(self, variant, runner.state)
     wrong, seen = runner.check()
     if self.params is None:
       self.params = self.zeros()
@@ -273,11 +278,13 @@ class Training:
 class _Runner:
   """One variant's compiled step; calling it runs one on the next batch.
 
+  With a state that steps have `seen`, it is planned by `zenjax.tune`.
+
   Attributes:
     state: What the last step left.
   """
 
-  def __init__(self, training: Training, variant: Variant):
+  def __init__(self, training: Training, variant: Variant, seen: Any = None):
     self._training, self._variant = training, variant
     self._compiled, self.state, self.compile_s = compile_step(
       optax.chain(variant.transformation, optax.sgd(LEARNING_RATE)),
@@ -285,6 +292,7 @@ class _Runner:
       training.mesh,
       training.zeros(),
       training.batches[0].placed,
+      seen=seen,
       donate_argnums=0,
     )
     self._batches = itertools.cycle(training.batches)
