@@ -131,12 +131,13 @@ def of_devices(found: dict) -> set[str]:
   """Densities of `sync`, bytes saved, and the part that a step adds."""
   shown = set()
   for of in by_group(found).values():
-    facts = of["zen"]["facts"]
     none = median(of["none"])
-    adds = (median(of["zen"]) - none) / (median(of["pmean"]) - none)
-    fewer = of["pmean"]["facts"]["wire_bytes"] / facts["wire_bytes"]
-    shown |= {f"{adds:.2f}", f"{fewer:.0f} times"}
-    shown |= {f"{100 * facts[x]:.1f} %" for x in ("density", "union_density")}
+    for name in ("zen", "zen-tuned"):
+      facts = of[name]["facts"]
+      adds = (median(of[name]) - none) / (median(of["pmean"]) - none)
+      fewer = of["pmean"]["facts"]["wire_bytes"] / facts["wire_bytes"]
+      shown |= {f"{adds:.2f}", f"{fewer:.0f} times"}
+      shown |= {f"{100 * facts[x]:.1f} %" for x in ("density", "union_density")}
   return shown
 
 
