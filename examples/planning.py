@@ -19,7 +19,7 @@ import optax
 
 import zenjax
 
-ROWS, WIDTH, BATCH = 50_000, 64, 512  # ids of a device in a step
+ROWS, WIDTH, BATCH = 20_000, 64, 512  # ids of a device in a step
 
 
 def loss_fn(params, ids, targets):

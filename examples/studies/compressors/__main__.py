@@ -47,6 +47,13 @@ def parse(
   add("--ways", nargs="+", choices=ways.WAYS, default=ways.WAYS)
   names = ("sgd", "adam")
   add("--optimizers", nargs="+", choices=names, default=names)
+  most = max(map(len, cells_of.TRIED.values()))
+  add(
+    "--rates",
+    type=int,
+    choices=range(1, most + 1),
+    help="so many learning rates to try, by default all",
+  )
   add("--devices", type=int, default=4)
   add("--seeds", nargs="+", type=int, default=(0, 1, 2))
   add("--json", type=Path, metavar="FILE")
@@ -116,7 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       if found := train(study, lm_flags, cell, mesh, interrupt):
         file.add(found)
 
-  searches = cells_of.searches(flags.ways, flags.optimizers, flags.seeds[0])
+  searches = cells_of.searches(
+    flags.ways, flags.optimizers, flags.seeds[0], flags.rates
+  )
   with interrupt:
     run(searches)
     cells = cells_of.grid(flags.ways, flags.optimizers, flags.seeds, file)

@@ -41,14 +41,17 @@ class Cell:
 
 
 def searches(
-  ways: Sequence[str], optimizers: Sequence[str], seed: int
+  ways: Sequence[str],
+  optimizers: Sequence[str],
+  seed: int,
+  rates: int | None = None,
 ) -> list[Cell]:
-  """Returns the cells that choose learning rates."""
+  """Returns the cells that choose learning rates, from so many each."""
   return [
     Cell(way, optimizer, rate, seed)
-    for (way, optimizer), rates in TRIED.items()
+    for (way, optimizer), tried in TRIED.items()
     if optimizer in optimizers and way in (DENSE, *ways)
-    for rate in rates
+    for rate in tried[:rates]
   ]
 
 

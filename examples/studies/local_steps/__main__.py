@@ -54,6 +54,13 @@ def parse(
   parser = common.parser(__doc__ or "", "local_steps")
   add = parser.add_argument
   add("--every", nargs="+", type=int, default=(8, 32, 128))
+  most = len(cells_of.LOCAL_RATES)
+  add(
+    "--rates",
+    type=int,
+    choices=range(1, most + 1),
+    help="so many learning rates to try, by default all",
+  )
   add("--devices", type=int, default=4)
   add("--seeds", nargs="+", type=int, default=(0, 1, 2))
   add("--json", type=Path, metavar="FILE")
@@ -158,10 +165,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if found := train(study, lm_flags, cell, mesh, interrupt):
           file.add(found)
 
-  searches = cells_of.searches(flags.every, flags.seeds[0])
+  searches = cells_of.searches(flags.every, flags.seeds[0], flags.rates)
   with interrupt:
     run(searches)
-    cells = cells_of.grid(flags.every, flags.seeds, file)
+    cells = cells_of.grid(searches, flags.every, flags.seeds, file)
     run(cells)
   if not interrupt.requested:
     file.finish()

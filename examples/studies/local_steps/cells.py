@@ -52,19 +52,22 @@ class Cell:
     return f"every {self.every}{bits}, {outer}, seed {self.seed}"
 
 
-def searches(every: Sequence[int], seed: int) -> list[Cell]:
-  """Returns the cells that choose rates."""
-  dense = [Cell(DENSE, False, lr, 0.0, 0.0, seed) for lr in DENSE_RATES]
-  return dense + [
-    Cell(e, False, *rates, seed) for e in every for rates in LOCAL_RATES
-  ]
+def searches(
+  every: Sequence[int], seed: int, rates: int | None = None
+) -> list[Cell]:
+  """Returns the cells that choose rates, from so many each."""
+  dense, local = DENSE_RATES[:rates], LOCAL_RATES[:rates]
+  cells = [Cell(DENSE, False, lr, 0.0, 0.0, seed) for lr in dense]
+  return cells + [Cell(e, False, *x, seed) for e in every for x in local]
 
 
 def grid(
-  every: Sequence[int], seeds: Sequence[int], file: StudyFile
+  found: Sequence[Cell],
+  every: Sequence[int],
+  seeds: Sequence[int],
+  file: StudyFile,
 ) -> list[Cell]:
-  """Returns all cells, with the best rates that `searches` found."""
-  found = searches(every, seeds[0])
+  """Returns all cells, with the best rates of `found`, those of `searches`."""
   cells = []
   for seed in seeds:
     for e in (DENSE, *every):

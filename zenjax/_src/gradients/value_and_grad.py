@@ -91,11 +91,13 @@ def value_and_grad(
     found = table_uses.find(loss, tables).require()
     outs, grads = _differentiate(found, options, prefetched)
     value = loss.result(found.traced.rebuild(outs))
-    if has_aux and not (isinstance(value, tuple) and len(value) == 2):
-      raise TypeError(
-        "`fun` must return a pair (loss, aux) with `has_aux=True`, got"
-        f" {jax.tree.structure(value)}."
-      )
+    if has_aux:
+      if not (isinstance(value, tuple | list) and len(value) == 2):
+        raise TypeError(
+          "`fun` must return a pair (loss, aux) with `has_aux=True`, got"
+          f" {jax.tree.structure(value)}."
+        )
+      value = tuple(value)
     structure = jax.tree.structure(loss.params, is_leaf=is_sharded)
     return value, structure.unflatten(grads)
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from zenjax._src.core import arguments
 from zenjax._src.machine.link_models import Link
 from zenjax._src.machine.link_models import Work
 from zenjax._src.schemes import buffer_sizes
@@ -52,6 +53,20 @@ class Profile:
   fullest: float
   union: float
   devices: int
+
+  def __post_init__(self):
+    for name in ("rows", "fullest", "union"):
+      value = arguments.number(name, getattr(self, name))
+      if not 0 <= value < math.inf or 0 < value < 1e-3:
+        raise ValueError(
+          f"`{name}` of a Profile must be a number of rows, 0 or more, got"
+          f" {value!r}. Give counts of different rows, not shares."
+        )
+    if self.devices < 1 or self.union < 0.999 * self.rows:
+      raise ValueError(
+        "A Profile must count `devices`, one or more, which together touch at"
+        f" least as many rows (`union`) as each of them (`rows`), got {self}."
+      )
 
   def union_of(self, devices: int) -> float:
     """Returns the union for another number of devices, by a power law.

@@ -234,7 +234,7 @@ def measure_work(mesh: Mesh | None = None, *, repeats: int = 7) -> Work:
 
   Example:
     >>> import zenjax
-    >>> mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:1], "data")
     >>> work = zenjax.planner.measure_work(mesh, repeats=1)
     >>> work.mask_byte + work.mask_row > 0, work.move_byte + work.move_row > 0
     (True, True)

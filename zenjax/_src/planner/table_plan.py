@@ -285,7 +285,7 @@ def plan_tables(
       "`forms` must map parameter names to forms, got"
       f" {forms!r}. Give for example {{'table': 'sharded'}}."
     )
-  if clip_norm is not None and arguments.number("clip_norm", clip_norm) <= 0:
+  if clip_norm is not None and not arguments.number("clip_norm", clip_norm) > 0:
     raise ValueError(f"`clip_norm` must be positive, got {clip_norm!r}.")
   if not isinstance(tx, optax.GradientTransformation):
     raise TypeError(f"`tx` must be an optax optimizer, got {tx!r}.")
@@ -313,6 +313,8 @@ def plan_tables(
   questions.check_names(
     "forms", demanded, names, "tables that the loss uses only by lookups"
   )
+  for name, form in demanded.items():
+    arguments.one_of(f"forms[{name!r}]", form, list(FORMS))
   optimizer = Optimizer(tx, params, clip_norm)
   possible = [
     _possible(table, question, optimizer, demanded.get(table.name))
@@ -396,7 +398,6 @@ def _possible(
   possible = {k: x for k, x in costs.items() if k not in refused}
   if form is None or form in possible:
     return possible
-  arguments.one_of(f"forms[{table.name!r}]", form, list(FORMS))
   missing = {
     table_forms.XLA: f"its shape {table.shape} must have two dimensions and a"
     f" number of rows that {question.model.context.devices} devices divide",

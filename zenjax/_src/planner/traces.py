@@ -172,6 +172,11 @@ def write_step(
   arrays = {}
   for k, (table, each) in enumerate(zip(header.tables, sets)):
     rows = [np.unique(ids) for ids in each]
+    if any(x.dtype == bool for x in rows):
+      raise ValueError(
+        f"`sets` must hold row ids for table {table.name!r}, got masks. Give"
+        " `np.flatnonzero(mask)`."
+      )
     ids = np.concatenate([[], *rows])
     if len(rows) != header.devices or np.any(
       (ids < 0) | (ids >= table.rows) | (ids % 1 != 0)

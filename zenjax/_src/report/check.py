@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 import optax
 
 from zenjax._src.compress.compress_state import CompressState
+from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import mesh_axes
 from zenjax._src.core.collectives import Axes
@@ -129,7 +131,8 @@ def check_step(
   examples in reverse order. A program whose result depends on that order, such
   as one with dropout, cannot be compared. With compressors, `local_steps`,
   `delayed` and `per_device`, only copies on different devices are compared,
-  because many devices don't train what one does.
+  because many devices don't train what one does. Statistics, such as those of
+  batch norm, are compared only if they are in `params`.
 
   Args:
     build: `build(mesh) -> (step, params, opt_state)`. It makes the program for
@@ -148,8 +151,9 @@ def check_step(
     A table with a verdict, to print; `.ok` tells whether all is right.
 
   Raises:
+    TypeError: `tolerance` is not a number.
     ValueError: `build` makes other parameters for one device than for many, or
-      `step` returns less than two values.
+      `step` returns less than two values, or an argument is out of range.
 
   Example:
     >>> import jax
@@ -173,6 +177,12 @@ def check_step(
     >>> print(str(check).splitlines()[-1])
     verdict: ok
   """
+  if not arguments.is_integer(steps) or steps < 1:
+    raise ValueError(f"`steps` must be a positive integer, got {steps!r}.")
+  if not 0 <= arguments.number("tolerance", tolerance) < math.inf:
+    raise ValueError(
+      f"`tolerance` must be a finite number of 0 or more, got {tolerance!r}."
+    )
   axes = mesh.axis_names if axis_name is None else mesh_axes(axis_name, mesh)
   batch = batch if isinstance(batch, tuple) else (batch,)
   batch = jax.tree.map(reorder.on_host, batch)
@@ -208,13 +218,23 @@ def check_step(
     notes.append(
       f"cannot be compared: on one device {by_order[0]} with the order of the"
       " examples. Switch off random numbers such as dropout, and don't pair"
-      " examples by their position."
+      " examples by their position. Leave arrays that hold no examples, such as"
+      " weights of classes, out of `batch`."
     )
   names, devices = [*one.losses, *one.last], mesh.devices.size
   judged = not one.selects and not by_order
   leaves = [_judged(name, runs, tolerance, judged, devices) for name in names]
-  if not any(leaf.change for leaf in leaves if leaf.name in one.last):
-    notes.append("no parameter changed, give more `steps`.")
+  changed = any(leaf.change for leaf in leaves if leaf.name in one.last)
+  if not changed:
+    notes.append(
+      "cannot be compared: no parameter changed. Give more `steps`, or a larger"
+      " learning rate."
+    )
+  bad = [name for name, x in one.last.items() if not np.isfinite(x).all()]
+  if bad:
+    notes.append(
+      f"on one device, too, some elements of {bad} become NaN or infinite."
+    )
   unequal = [name for name in many.unequal if name not in names]
   leaves += [LeafCheck(name, 0.0, 0.0, None, _UNEQUAL) for name in unequal]
   return StepCheck(
@@ -222,7 +242,7 @@ def check_step(
     notes=tuple(notes),
     devices=devices,
     steps=steps,
-    comparable=one.selects or not by_order,
+    comparable=changed and (one.selects or not by_order),
   )
 
 
@@ -256,7 +276,9 @@ def _compared(
     axis_types=mesh.axis_types,
   )
   runs = []
-  for used, orders in ((mesh, [batch]), (single, [batch, _reversed(batch)])):
+  parts = math.prod([mesh.shape[axis] for axis in axes])
+  both = [batch, _reversed(batch, parts)]
+  for used, orders in ((mesh, [batch]), (single, both)):
     unset = jax.sharding.get_mesh().empty
     with contextlib.nullcontext() if unset else jax.set_mesh(used):
       step, *state = build(used)
@@ -301,17 +323,23 @@ def _trained(
   return _Run(initial, first, _values(params), losses, unequal, selects)
 
 
-def _reversed(batch: tuple[Any, ...]) -> tuple[Any, ...]:
-  """Returns the batch with its examples in reverse order."""
+def _reversed(batch: tuple[Any, ...], parts: int) -> tuple[Any, ...]:
+  """Returns the batch with its examples in reverse order.
+
+  Other arrays, such as the weights of classes, stay as they are. Examples are
+  split over devices, and most arrays or the longest one are examples.
+  """
   shapes = [np.shape(x) for x in jax.tree.leaves(batch)]
-  examples = next((shape[:1] for shape in shapes if shape), None)
-  turn = lambda x: x[::-1] if np.shape(x)[:1] == examples else x
+  lengths = [shape[0] for shape in shapes if shape]
+  lengths = [x for x in lengths if not x % parts] or lengths
+  examples = max(lengths, key=lambda x: (lengths.count(x), x), default=None)
+  turn = lambda x: x[::-1] if np.shape(x)[:1] == (examples,) else x
   return jax.tree.map(turn, batch)
 
 
 def _placed(batch: tuple[Any, ...], mesh: Mesh, axes: Axes) -> tuple[Any, ...]:
   """Splits the batch over devices where its first dimension allows."""
-  parts = int(np.prod([mesh.shape[axis] for axis in axes]))
+  parts = math.prod([mesh.shape[axis] for axis in axes])
 
   def place(x):
     shape = np.shape(x)
@@ -397,6 +425,8 @@ def _measured(name: str, many: _Run, one: _Run, reverse: _Run) -> _Measure:
   initial = one.initial.get(name, np.zeros_like(single)).astype(np.float64)
   change, difference = _distance(single, initial), _distance(mesh, single)
   noise = _distance(turned, single)  # By the order of examples.
+  # What is NaN or Inf on one device says nothing about the other elements.
+  change, noise = (np.where(np.isfinite(x), x, 0.0) for x in (change, noise))
   largest = lambda x: float(x.max(initial=0.0))
   norm = lambda x: float(np.sqrt(np.sum(x * x)))
   finite = np.abs(np.where(np.isfinite(single), single, 0.0))
@@ -489,7 +519,9 @@ def _meaning(name: str, many_run: _Run, one_run: _Run, devices: int) -> str:
     (1 / devices, "averaged", "summed"),
   ):
     with np.errstate(invalid="ignore"):
-      fits = devices > 1 and np.allclose(many, times * one, rtol=1e-3, atol=0)
+      fits = devices > 1 and np.allclose(
+        many, times * one, rtol=1e-3, atol=0, equal_nan=True
+      )
     if fits and one.any():
       return (
         f"it changes {times:.4g} times as much as on one device: gradients are"

@@ -110,11 +110,10 @@ def is_sealed(x: Any) -> bool:
 
 
 class _Named(type):
+  _CURES = f"{_CURES}, or convert with .to_dense()"
+
   def __repr__(cls) -> str:
-    return (
-      f"<class 'zenjax.{cls.__name__}', not an array: {_CURES}, or convert with"
-      " .to_dense()>"
-    )
+    return f"<class 'zenjax.{cls.__name__}', not an array: {cls._CURES}>"
 
 
 class NoArray(metaclass=_Named):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
+import re
 import sys
 from typing import Any, NamedTuple
 
@@ -93,7 +94,9 @@ class Leaves(NamedTuple):
 
   @classmethod
   def of(cls, tree: Any) -> "Leaves":
-    is_leaf = lambda x: is_rows(x) or is_sharded(x)
+    # A mask of the user may leave a table out, within its type.
+    is_table = lambda x: is_sharded(x) and bool(jax.tree.leaves(x))
+    is_leaf = lambda x: is_rows(x) or is_table(x)
     nodes, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
     return cls(
       structure=structure,
@@ -173,6 +176,7 @@ class Owners:
     inner = self.inner.init(given.view(leaves, tables))
     if tables:
       types = self._types(given, tables, given.leaves)
+      _require_same_program(self.inner, given, types)
       whole = jax.eval_shape(make, types)
       analysis = self._analysis_of(given, tables, whole, types, {})
       lazy.warn_of_decay(analysis, given.names)
@@ -567,6 +571,35 @@ def _bare(state: Any) -> Any:
     state,
     is_leaf=is_sharded,
   )
+
+
+def _require_same_program(
+  tx: optax.GradientTransformation, given: Leaves, types: Any
+) -> None:
+  """Raises ValueError if `tx` treats tables otherwise than plain arrays.
+
+  It may choose leaves by their paths, to which a `ShardedTable` adds a key.
+
+  Args:
+    tx: The transformation.
+    given: The parameters.
+    types: Their types, with tables as `tx` sees them.
+  """
+
+  def program(types: Any) -> str:
+    run = lambda x: tx.update(x, tx.init(x), x)
+    return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(run)(types)))
+
+  if program(types) != program(
+    given.structure.unflatten(jax.tree.leaves(types))
+  ):
+    raise ValueError(
+      "`tx` of sharded_optimizer must not choose leaves by the end of their"
+      " paths, as with `jax.tree_util.tree_map_with_path`, because the path of"
+      " a table ends with one more key here, and `tx` would treat it otherwise."
+      " Give labels of `optax.partition` and masks as trees, such as {'table':"
+      " 'adagrad', 'w': 'adam'}, or look at earlier keys of the path only."
+    )
 
 
 def _require_form(state: Any, analysis: RowAnalysis) -> None:

@@ -71,6 +71,12 @@ class ShardedTable(NoArray):
   sizes: tuple[int, ...] = ()
   wire_dtype: Any = None
 
+  _CURES: ClassVar[str] = (
+    "train it with zenjax.sharded_optimizer(tx, axis_name), which clips with"
+    " clip_norm=, or convert it with zenjax.tables.unshard; if the other tree"
+    " has a ShardedTable, too, only one of them was tuned, so tune both, as in"
+    " params, average, state = zenjax.tune((params, average, state))"
+  )
   _NO_ARITHMETIC: ClassVar[str] = (
     "A ShardedTable takes no arithmetic, because its rows are on different"
     " devices. Compute with its rows inside the loss, or convert it with"

@@ -1,6 +1,7 @@
 """Saves states, and moves them to another number of devices."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import optax
 from zenjax._src.compress.compress_state import CompressState
 from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
+from zenjax._src.core.collectives import Axes
 from zenjax._src.core.folding import folded
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.delayed import DelayedState
@@ -145,6 +147,7 @@ def from_checkpoint(
   def on_owners(table: Any) -> Any:
     if not is_sharded(table):
       return table
+    _require_readable(table, mesh, axes)
     other = next(others, table)
     hashed = dict(seed=other.seed, hash_offset=other.hash_offset)
     if {"seed": table.seed, "hash_offset": table.hash_offset} != hashed:
@@ -160,6 +163,21 @@ def from_checkpoint(
     return jax.tree.map(
       lambda leaf, spec: _placed(leaf, NamedSharding(mesh, spec)), state, specs
     )
+
+
+def _require_readable(table: Any, mesh: Mesh, axes: Axes) -> None:
+  """Raises ValueError for a table that was saved as it was on its devices."""
+  devices = math.prod([mesh.shape[axis] for axis in axes])
+  on_mesh = lambda x: isinstance(getattr(x, "sharding", None), NamedSharding)
+  if table.devices in (0, devices) or all(map(on_mesh, jax.tree.leaves(table))):
+    return
+  raise ValueError(
+    f"`saved` has the rows of a table in the order of {table.devices} devices,"
+    f" which {devices} devices cannot load. Save the result of"
+    " `zenjax.to_checkpoint(state)` instead. If you have only this file, load"
+    f" it on {table.devices} devices by `zenjax.from_checkpoint`, and save it"
+    " so."
+  )
 
 
 def _placed(x: Any, sharding: NamedSharding) -> jax.Array:

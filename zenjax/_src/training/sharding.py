@@ -130,6 +130,8 @@ def _sharded_state(
   """
   leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_sharded)
   tables = [(path, x) for path, x in leaves if is_sharded(x)]
+  # The path of one table may end with the path of another.
+  tables.sort(key=lambda table: len(table[0]), reverse=True)
 
   def moved(path, x):
     for end, table in tables:
