@@ -119,7 +119,6 @@ PROGRAMS = {
 # By default each program is compiled for one chip, and some for CPUs.
 DEFAULT = {
   ("arrays", "cpu"),
-  ("hierarchy", "cpu"),
   ("sharded_table", "cpu"),
   ("arrays", "v5e:2x4"),
   ("rows", "gpu-h200"),

@@ -52,9 +52,12 @@ MAPPED: dict[str, Any] = {
 }
 
 
+REPLICATED = "shard_map_replicated", "shard_map_vma_replicated"
+
+
 def _mapped_cases():
   for i, kind in enumerate(MAPPED):
-    for j, runner in enumerate(sorted({*runners.RUNNERS} - {"vmap"})):
+    for j, runner in enumerate(("pmap", *REPLICATED)):
       marks = () if i == j % 3 else pytest.mark.more
       yield pytest.param(kind, runner, marks=marks)
 
@@ -411,11 +414,8 @@ def test_a_plan_compresses_dense_layers_only_if_allowed():
   assert not planned(both, "4000 Gbit/s", 2).pays
 
 
-@pytest.mark.parametrize(
-  "compressor", [compress.LowBit(4), compress.TopK(0.01)], ids=str
-)
-def test_a_plan_runs(compressor):
-  plan = planned([compressor])
+def test_a_plan_runs():
+  plan = planned([compress.LowBit(4)])
   mesh = runners.mesh(4)
   tx = optax.chain(compress.all_reduce(plan, "data"), optax.sgd(0.1))
   params = {
@@ -465,10 +465,9 @@ def in_parts(compressor, parts, mesh):
   return zenjax.planner.Plan(leaves=tuple(leaves), mesh=mesh)
 
 
-@pytest.mark.parametrize("axes", [("data",), ("host", "device")], ids=str)
-def test_parts_give_the_same_sums(axes):
+def test_parts_give_the_same_sums():
   """As one exchange, if no errors are kept: other devices would keep them."""
-  sizes = (4,) if len(axes) == 1 else (2, 2)
+  axes, sizes = ("host", "device"), (2, 2)
   mesh = Mesh(np.array(jax.devices()[:4]).reshape(sizes), axes)
   rng = np.random.default_rng(0)
   shapes = {name: (4, 128, 128) for name in "abc"}

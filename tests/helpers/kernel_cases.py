@@ -61,7 +61,8 @@ def table(
   signed = rng.random(shape.rows) < negative
   column = rng.integers(0, shape.width, shape.rows)
   raw[signed, column[signed]] = 1 << (8 * bits.itemsize - 1)
-  kind = np.where(rng.random(shape.rows) < density, rng.integers(1, 4), 0)
+  kinds = rng.integers(1, 4, shape.rows)
+  kind = np.where(rng.random(shape.rows) < density, kinds, 0)
   full, single, tiny = (kind == i for i in (1, 2, 3))
   raw[full] = rng.integers(0, np.iinfo(bits).max, raw[full].shape, bits)
   raw[single, column[single]] = rng.integers(1, np.iinfo(bits).max)

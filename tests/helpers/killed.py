@@ -2,8 +2,8 @@
 
 It goes on from the last complete step of a directory, and writes losses and the
 final table to DIRECTORY.npz. While it saves one step it kills itself: as soon
-as the step has a folder (`begun`), when arrays are written (`written`), or when
-all is complete but the folder's name (`named`).
+as the step has a folder (`begun`), or when all is complete but the folder's
+name (`named`).
 """
 
 import asyncio
@@ -38,15 +38,11 @@ class _Begun(atomicity.AtomicRenameTemporaryPath):
     await asyncio.sleep(_LONG)
 
 
-class _Written(atomicity.AtomicRenameTemporaryPath):
-  """A folder whose process dies when it is to get its last name."""
-
-  async def finalize(self):
-    _kill()
-
-
 class _Named(atomicity.AtomicRenameTemporaryPath):
-  """The same of a step, whose arrays have got theirs."""
+  """A step's folder whose process dies when it is to get its last name.
+
+  The folder of its arrays has got its own.
+  """
 
   async def finalize(self):
     if self.get_final().name.isdigit():
@@ -55,7 +51,7 @@ class _Named(atomicity.AtomicRenameTemporaryPath):
     await super().finalize()
 
 
-_MOMENTS = {"begun": _Begun, "written": _Written, "named": _Named}
+_MOMENTS = {"begun": _Begun, "named": _Named}
 
 
 def loss_fn(params, ids, targets):

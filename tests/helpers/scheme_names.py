@@ -10,8 +10,8 @@ DENSE_NAMES = (DENSE,)
 # Those of rows that are zero, whatever a row is.
 SPARSE_NAMES = tuple(SPARSE)
 OF_ROWS = tuple(name for name, scheme in SPARSE.items() if not scheme.unit)
-# "zen" has ways of its own to divide rows.
-PEERS = tuple(name for name in SPARSE if name != "zen")
+# "zen" has ways of its own to divide rows, and "flat" is "zen" along one axis.
+PEERS = tuple(name for name in SPARSE if name not in ("zen", "flat"))
 
 
 def in_blocks(name: str) -> bool:

@@ -88,11 +88,6 @@ TRANSFORMS = {
   "apply_if_finite after": lambda sync: optax.chain(
     sync(None), steps.lenient(optax.apply_if_finite(optax.adam(1e-2), 3))
   ),
-  "MultiSteps": lambda sync: steps.lenient(
-    optax.MultiSteps(
-      optax.chain(sync(None), sgd()), every_k_schedule=2
-    ).gradient_transformation()
-  ),
 }
 
 

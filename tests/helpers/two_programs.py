@@ -24,6 +24,11 @@ from zenjax._src.core import compat
 ROWS, EXAMPLES = 100, 8
 
 
+def ids_of(process: int, number: int) -> np.ndarray:
+  """What the devices of a process see in a step."""
+  return np.arange(2 * EXAMPLES).astype(np.int32) * (number + 1) % 7 + process
+
+
 def trained(tx: Any, value_and_grad: Any, table: jax.Array, batches: Any):
   """Trains on whole batches in plain `jit`; the loss is that of all devices."""
 
@@ -57,15 +62,26 @@ def _run(coordinator: str, process: int, what: str, *given: str) -> None:
     return (optax.apply_updates(table, updates), state), loss
 
   mesh = Mesh(np.asarray(jax.devices()), ("data",))
-  table = np.ones((ROWS, 3), np.float32)
-  table = jax.device_put(table, NamedSharding(mesh, P()))
-  state = table, zenjax.init_state(tx, table, mesh, "data")
+  ones = np.ones((ROWS, 3), np.float32)
+  table = jax.device_put(ones, NamedSharding(mesh, P()))
   split = NamedSharding(mesh, P("data"))
 
   def batch(number):
-    ids = np.arange(2 * EXAMPLES).astype(np.int32) * (number + 1) % 7 + process
+    ids = ids_of(process, number)
     return jax.make_array_from_process_local_data(split, ids)
 
+  if what == "jit":
+    of_rows = optax.chain(sync, zenjax.lazy_rows(optax.adagrad(0.5)))
+    batches = [batch(number) for number in range(2)]
+    rows = trained(of_rows, zenjax.value_and_grad, table, batches)
+    # On one device, which sees what all of them see.
+    batches = [np.concatenate([ids_of(p, i) for p in (0, 1)]) for i in (0, 1)]
+    alone = jnp.asarray(ones)
+    plain = trained(optax.adagrad(0.5), jax.value_and_grad, alone, batches)
+    print("differ", float(np.abs(rows - plain).max()), flush=True)
+    print("moved", float(np.abs(rows - 1).max()), flush=True)
+    return
+  state = table, zenjax.init_state(tx, table, mesh, "data")
   ids = batch(0)
   train = jax.jit(zenjax.data_parallel(step, mesh, "data"))
   jax.block_until_ready((state, ids))
@@ -77,18 +93,11 @@ def _run(coordinator: str, process: int, what: str, *given: str) -> None:
     train.lower(state, ids)
     print(f"lowered after {time.monotonic() - begun:.1f} s", flush=True)
     time.sleep(4)
-  elif what == "train":
+  else:
     for number in range(2):
       state, _ = train(state, batch(number))
     table, _ = state
     print("trained", float(jnp.sum(table.addressable_data(0))), flush=True)
-  else:
-    of_rows = optax.chain(sync, zenjax.lazy_rows(optax.adagrad(0.5)))
-    batches = [batch(number) for number in range(2)]
-    rows = trained(of_rows, zenjax.value_and_grad, table, batches)
-    plain = trained(optax.adagrad(0.5), jax.value_and_grad, table, batches)
-    print("differ", float(np.abs(rows - plain).max()), flush=True)
-    print("moved", float(np.abs(rows - 1).max()), flush=True)
 
 
 def main(coordinator: str, process: int, what: str, *given: str) -> None:

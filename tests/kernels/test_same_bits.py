@@ -75,7 +75,7 @@ RECEIVED = {
 
 SEEDS = st.integers(0, 2**32 - 1)
 DENSITIES = st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.5, 1.0])
-examples = hypothesis.settings(max_examples=40)
+examples = hypothesis.settings(max_examples=16)
 
 
 def each_of(shapes):

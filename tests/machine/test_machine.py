@@ -140,14 +140,13 @@ def _mesh(*sizes: int) -> Mesh:
 
 
 def test_measured_axes_are_a_topology():
-  found = measure_links(_mesh(2, 2), sizes=(4096, 1 << 18), repeats=2)
-  assert (found.axes, found.sizes) == (("host", "device"), (2, 2))
+  axes = ("device", "host")
+  found = measure_links(_mesh(2, 2), axes, sizes=(4096, 1 << 18), repeats=1)
+  assert (found.axes, found.sizes) == (axes, (2, 2))
   assert Topology.from_json(found.to_json()) == found
   assert "lines miss times by up to" in found.source
   for link in found.links:
     assert link.bandwidth > 0 and link.latency_s >= 0 and link.work != Work()
-  one = measure_links(_mesh(2, 2), "device", sizes=(4096,), repeats=1)
-  assert one.axes == ("device",)
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ def plans():
       topology=planner.Topology.network("1 Gbit/s", 4),
       allow=[allow],
     )
-    for allow in ("lossless", "int8", "int4")
+    for allow in ("lossless", "int8")
   ]
 
 
 def test_every_plan_is_timed_by_its_own_steps():
-  takes = {"pmean": 0.2, "LowBit(8)": 0.05, "LowBit(4)": 0.15}
+  takes = {"pmean": 0.1, "LowBit(8)": 0.02}
   calls = []
 
   def step_of(plan):
@@ -40,7 +40,7 @@ def test_every_plan_is_timed_by_its_own_steps():
   given = plans()
   seconds = planner.measure_plans(step_of, given, repeats=3)
   # A busy machine takes longer, never less.
-  assert all(x >= least for x, least in zip(seconds, (0.2, 0.05, 0.15)))
+  assert all(x >= least for x, least in zip(seconds, takes.values()))
   assert min(seconds) == seconds[1]
   # One after the other, so that only one program needs memory.
   assert calls == [x.leaves[0].choice for x in given for _ in range(4)]

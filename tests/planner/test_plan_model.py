@@ -270,27 +270,16 @@ def test_numbers_of_numpy_are_saved():
   assert planner.Plan.from_json(found.to_json()) == found
 
 
-def test_the_plan_runs():
-  """On four devices: what comes out is the mean."""
-  n, rows = 4, 2048
-  params = {"table": jnp.zeros((rows, 8)), "w": jnp.zeros((8, 8))}
-  objective = lambda p, ids: jnp.sum(p["table"][ids] @ p["w"])
-  found = planner.plan(
-    jax.value_and_grad(objective),
-    params,
-    jnp.zeros(16, jnp.int32),
-    topology=Topology.network("10mbit", n),
-    profile={"table": Profile(rows=8, fullest=8, union=24, devices=n)},
-  )
-  assert found.by_name["table"].scheme != "dense"
-  tx = zenjax.zen_sync("data", plan=found)
-  rng = np.random.default_rng(0)
-  table = rng.integers(-4, 5, (n, rows, 8)) * (rng.random((n, rows, 1)) < 0.02)
-  grads = {
-    "table": table.astype(np.float32),
-    "w": rng.integers(-4, 5, (n, 8, 8)).astype(np.float32),
-  }
-  step = jax.vmap(lambda g: tx.update(g, tx.init(params))[0], axis_name="data")
-  out = jax.jit(step)(grads)
-  for name, leaf in grads.items():
-    np.testing.assert_array_equal(out[name][2], leaf.mean(axis=0))
+@pytest.mark.parametrize(
+  ("wrong", "words"),
+  [
+    ({"rows": -1.0}, "`rows` of a Profile must be a number of rows"),
+    ({"rows": 2e-4, "fullest": 2e-4, "union": 5e-4}, "not shares"),
+    ({"union": np.nan}, "`union` of a Profile"),
+    ({"union": 200}, "at least as many rows"),
+    ({"devices": 0}, "`devices`, one or more"),
+  ],
+)
+def test_counts_that_cannot_be(wrong, words):
+  with pytest.raises(ValueError, match=words):
+    Profile(**dict(rows=300, fullest=300, union=900, devices=8) | wrong)

@@ -407,9 +407,9 @@ def test_dropout_cannot_be_compared(constant):
 
 def test_of_compressors_copies_are_compared():
   def build(mesh):
-    top = zenjax.compress.TopK(0.1)
-    top = zenjax.compress.all_reduce(top, "data", leaves=True)
-    tx = optax.chain(top, optax.sgd(0.1))
+    cast = zenjax.compress.Cast(jnp.bfloat16)
+    cast = zenjax.compress.all_reduce(cast, "data", leaves=True)
+    tx = optax.chain(cast, optax.sgd(0.1))
     return mapped(mesh, tx), *replicated(mesh, tx)
 
   found = checked(build)
@@ -421,6 +421,53 @@ def test_a_program_that_changes_nothing_is_told():
   build = lambda mesh: (mapped(mesh, tx), *replicated(mesh, tx))
   found = checked(build, steps=1)
   assert any("no parameter changed" in note for note in found.notes)
+  assert not found.ok
+
+
+def test_a_row_of_nan_hides_no_other():
+  """It is NaN on one device, too."""
+
+  def build(mesh):
+    run, params, state = by_sum(mesh)
+    table = params["table"].at[R - 1].set(jnp.nan)
+    return run, params | {"table": table}, state
+
+  found = checked(build)
+  (table,) = [x for x in found.leaves if x.name == "table"]
+  assert not found.ok and "it changes 2 times as much" in table.problem
+  assert "become NaN" in found.notes[-1]
+
+
+@pytest.mark.parametrize("position", [0, -1])
+def test_arrays_that_are_no_examples_stay_as_they_are(position):
+  """Wherever they are, and however long."""
+
+  def of(program):
+    def build(mesh):
+      run, *state = program(mesh)
+
+      def step(params, opt_state, *batch):
+        weights, batch = batch[position], list(batch)
+        del batch[position]
+        params, opt_state, *losses = run(params, opt_state, *batch)
+        table = params["table"].at[0, 0].add(1e-3 * weights[0])
+        return params | {"table": table}, opt_state, *losses
+
+      return step, *state
+
+    batch = list(BATCH)
+    weights = np.linspace(0.0, 1.0, 2 * len(BATCH[0]) + 1)
+    batch.insert(0 if position == 0 else len(batch), weights)
+    return checked(build, batch=tuple(batch))
+
+  assert of(by_data_parallel(optax.sgd(0.1))).ok
+  assert "WRONG" in str(of(by_padded_mean))
+
+
+@pytest.mark.parametrize("options", [{"steps": 0}, {"tolerance": np.nan}])
+def test_arguments_that_check_nothing_are_refused(options):
+  with pytest.raises(ValueError, match="must be a"):
+    checked(by_sum, **options)
 
 
 REFUSED: dict[str, Any] = {

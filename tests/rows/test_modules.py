@@ -67,7 +67,6 @@ def rematerialized(model, ids):
 
 BY_TABLE = nnx.DiffState(0, nnx.All(nnx.Param, nnx.PathContains("table")))
 NNX = {
-  "plain": (loss, 0, False),
   "nnx.jit outside": (loss, 0, True),
   "nnx.remat, nnx.jit inside": (rematerialized, 0, False),
   "inside and outside": (rematerialized, 0, True),

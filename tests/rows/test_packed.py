@@ -38,7 +38,7 @@ def test_packs_and_unpacks(width):
 
 @pytest.mark.parametrize(
   ("width", "dtype"),
-  [(16, jnp.float32), (10, jnp.bfloat16), (100, jnp.int8), (128, jnp.float32)],
+  [(16, jnp.float32), (10, jnp.bfloat16), (128, jnp.int8)],
 )
 def test_takes_what_the_plain_table_gives(width, dtype):
   values = 10 * np.array(table(width))
@@ -60,7 +60,8 @@ def test_takes_what_the_plain_table_gives(width, dtype):
 def test_small_ids_reach_all_rows():
   plain = table(16)
   ids = np.array([255, 3], np.uint8)
-  got = packed.take(packed.pack(plain), ids, plain.shape)
+  take = jax.jit(lambda t, i: packed.take(packed.pack(t), i, t.shape))
+  got = take(plain, ids)
   np.testing.assert_array_equal(got, plain[ids.astype(np.int32)])
 
 
@@ -112,23 +113,17 @@ def train(tx, grad, params, look_up):
   return params
 
 
-def _compare(tx, dense):
-  """Trains `tx` on a packed table and `dense` on the same as it is."""
-  plain = table(16)
+def test_lazy_rows_are_exact_though_neighbours_are_touched():
+  """Trained on a packed table, and on the same as it is."""
+  adagrad, plain = optax.adagrad(0.1), table(16)
   with jax.numpy_dtype_promotion("standard"):
-    want = train(dense, jax.grad, plain, lambda t, ids: t[ids])
+    want = train(adagrad, jax.grad, plain, lambda t, ids: t[ids])
     look_up = functools.partial(packed.take, shape=plain.shape)
-    got = train(tx, zenjax.rows.grad, packed.pack(plain), look_up)
+    tx, stored = zenjax.lazy_rows(adagrad), packed.pack(plain)
+    got = train(tx, zenjax.rows.grad, stored, look_up)
   got = packed.unpack(got, plain.shape)
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
   assert np.any(got != plain)
-
-
-@pytest.mark.parametrize(
-  "inner", [optax.sgd(1e-3), optax.adagrad(0.1)], ids=["sgd", "adagrad"]
-)
-def test_lazy_rows_are_exact_though_neighbours_are_touched(inner):
-  _compare(zenjax.lazy_rows(inner), inner)
 
 
 def test_lazy_adam_moves_the_neighbours():

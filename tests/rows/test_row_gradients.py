@@ -33,8 +33,8 @@ def tolerance(name):
   return 2e-2 if name == "bfloat16" else 2e-6
 
 
-def assert_close(got, want, tol=2e-6):
-  np.testing.assert_allclose(got, want, rtol=tol, atol=tol)
+def assert_close(got, want, tol=2e-6, err_msg=""):
+  np.testing.assert_allclose(got, want, rtol=tol, atol=tol, err_msg=err_msg)
 
 
 def both(f):
@@ -63,16 +63,6 @@ def on_two_devices(run, check_vma):
   return lambda params: jax.jit(mapped)(params, ids)
 
 
-@pytest.mark.parametrize("name", ROWS_ONLY)
-def test_look_ups_give_rows(name):
-  run, kinds = both(ROWS_ONLY[name])
-  for ids in (IDS, OUT_OF_RANGE):
-    want, got = run(row_cases.table(), ids)
-    assert_close(got[0], want[0])
-    assert_close(got[1], want[1], tolerance(name))
-  assert kinds == [True]
-
-
 @pytest.mark.parametrize("name", ALSO_ELSE)
 def test_other_uses_stay_dense(name):
   f, reason = ALSO_ELSE[name]
@@ -85,44 +75,39 @@ def test_other_uses_stay_dense(name):
   assert reason in use.reason and not use.rows
 
 
-@pytest.mark.parametrize(
-  "check_vma",
-  [
-    True,
-  ],
-)
-def test_gradients_are_local_on_devices(check_vma):
+def test_look_ups_give_local_rows():
   """All forms in one program, each device with ids of its own."""
 
-  def local(differentiate, table, ids):
-    table = zenjax.unreduced(table, "data") if differentiate is jax else table
-    return {
-      name: dense(differentiate.grad(f)(table, ids))[None]
-      for name, f in ROWS_ONLY.items()
-    }
-
   def run(table, ids):
-    return local(jax, table, ids), local(zenjax.rows, table, ids)
+    view = zenjax.unreduced(table, "data")
+    found = {}
+    for name, f in ROWS_ONLY.items():
+      value, rows = zenjax.value_and_grad(f)(table, ids)
+      assert isinstance(rows, SparseRows), name
+      found[name] = jax.value_and_grad(f)(view, ids), (value, rows.to_dense())
+    return jax.tree.map(lambda x: x[None], found)
 
-  want, got = on_two_devices(run, check_vma)(row_cases.table())
-  for name in ROWS_ONLY:
-    assert_close(got[name], want[name], tolerance(name))
+  found = on_two_devices(run, check_vma=True)(row_cases.table())
+  for name, ((value, gradient), got) in found.items():
+    assert_close(got[0], value, err_msg=name)
+    assert_close(got[1], gradient, tolerance(name), err_msg=name)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_dense_gradients_are_local_too(check_vma):
-  """As of `zenjax.unreduced`: nothing is summed before zen_sync does it."""
+def test_each_parameter_has_its_own_form(check_vma):
+  """Rows or dense, as of `zenjax.unreduced`: zen_sync is first to sum them."""
 
   def run(params, ids):
+    got = zenjax.rows.grad(_loss)(params, ids)
+    rows = {name for name, g in got.items() if isinstance(g, SparseRows)}
+    assert rows == {"items", "users"}
     view = zenjax.unreduced(params, "data")
-    found = jax.grad(_loss)(view, ids), zenjax.rows.grad(_loss)(params, ids)
-    found = jax.tree.map(dense, found, is_leaf=lambda x: not is_tree(x))
+    found = jax.grad(_loss)(view, ids), {k: dense(g) for k, g in got.items()}
     return jax.tree.map(lambda x: x[None], found)
 
-  is_tree = lambda x: isinstance(x, (dict, tuple))
   want, got = on_two_devices(run, check_vma)(_params())
   for name in want:
-    assert_close(got[name], want[name], 1e-4)
+    assert_close(got[name], want[name], 1e-5, err_msg=name)
 
 
 def test_gradients_are_local_under_pmap():
@@ -192,16 +177,6 @@ def _loss(params, ids):
   users = params["users"].at[3].set(params["padding"])
   hidden = jnp.tanh((items + jnp.take(users, ids, axis=0)) @ params["kernel"])
   return row_cases.loss((hidden + params["tied"][ids]) @ params["tied"].T)
-
-
-def test_each_parameter_has_its_own_form():
-  ids = jnp.abs(jnp.array(IDS))
-  want = jax.jit(jax.grad(_loss))(_params(), ids)
-  got = jax.jit(zenjax.rows.grad(_loss))(_params(), ids)
-  rows = {name for name, g in got.items() if isinstance(g, SparseRows)}
-  assert rows == {"items", "users"}
-  for name in want:
-    assert_close(dense(got[name]), want[name], 1e-5)
 
 
 def test_argnums_and_aux():

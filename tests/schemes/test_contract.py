@@ -2,8 +2,8 @@
 
 Ways to synchronize, ways to run, dtypes, numbers of devices, shapes and
 capacities are sampled so that every choice is in some program, and every scheme
-with every capacity, with arrays and rows, and on more than two devices; every
-data case then runs through every program.
+with and without a first round that is too small, with arrays and rows, and on
+more than two devices; every data case then runs through every program.
 `ZENJAX_CONTRACT_SEED` draws other programs.
 Schemes are those of the registry; each row of `RUNNERS` is one line.
 """
@@ -85,21 +85,36 @@ class Program(NamedTuple):
       f"-{self.rows}x{self.width}-{first}-{self.op}-{self.form}"
     )
 
+  @property
+  def unit(self) -> int | str:
+    return _BLOCK if scheme_names.in_blocks(self.scheme[0]) else "row"
+
+  @property
+  def units(self) -> int:
+    if isinstance(self.unit, int):
+      return -(-self.rows * self.width // self.unit)
+    return self.rows
+
+  @property
+  def is_short(self) -> bool:
+    """Whether the first round, at all owners, has less room than the table."""
+    if self.capacities is None:
+      return False
+    return self.n * self.capacities[1] < self.units
+
   def options(self) -> dict:
     """Keyword arguments of `zenjax.sparse_pmean`."""
     scheme, partition = self.scheme
     if partition == "grid":
       partition = 2 if self.width % 2 else 4
-    unit = _BLOCK if scheme_names.in_blocks(scheme) else "row"
     first = self.capacities
     if first is not None:
-      units = self.rows if unit == "row" else -(-self.rows * self.width // unit)
-      first = (min(first[0], units), min(first[1], units))
+      first = (min(first[0], self.units), min(first[1], self.units))
     return {
       "scheme": scheme,
       "partition": partition,
       "capacities": first,
-      "unit": unit,
+      "unit": self.unit,
     }
 
 
@@ -128,9 +143,10 @@ def met_by(program: Program) -> set:
   if program.n == 1 or program.scheme[0] in scheme_names.DENSE_NAMES:
     return met  # Nothing is put into buffers.
   return met | {
-    (program.scheme, program.capacities),
-    (program.scheme, program.form),
-    (program.scheme, program.n > 2),  # Two devices add in one order.
+    (program.scheme, "short", program.is_short),
+    (program.scheme, "form", program.form),
+    # Two devices add in one order.
+    (program.scheme, "many", program.n > 2),
   }
 
 
@@ -213,10 +229,9 @@ def test_ids_all_on_one_owner():
   [
     *(
       (name, {"capacities": (40, 40)})  # With room for all: nothing is dense.
-      for name in sorted({*scheme_names.SPARSE_NAMES} - PAIRWISE)
+      for name in sorted({"zen", *scheme_names.PEERS} - PAIRWISE)
     ),
     ("zen", {}),
-    ("zen", {"partition": "columns", "capacities": (4, 12)}),
   ],
 )
 def test_sums_run_rank_by_rank(scheme, options):

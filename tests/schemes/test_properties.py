@@ -42,11 +42,11 @@ EXAMPLES = 36
 
 
 @functools.cache
-def program(shape: drawn.Shape, way: str, runner: str, op: oracle.Op):
+def program(shape: drawn.Shape, way: str, op: oracle.Op):
   """One compiled program, kept over all examples."""
   f = {"mean": zenjax.sparse_pmean, "sum": zenjax.sparse_psum}[op]
   options = WAYS[way]
-  return runners.RUNNERS[runner](lambda x, axis: f(x, axis, **options), shape.n)
+  return runners.RUNNERS["vmap"](lambda x, axis: f(x, axis, **options), shape.n)
 
 
 def op_of(way: str) -> oracle.Op:
@@ -60,7 +60,7 @@ def op_of(way: str) -> oracle.Op:
   ids=str,
 )
 def test_drawn_gradients(shape, way):
-  run = program(shape, way, "vmap", op_of(way))
+  run = program(shape, way, op_of(way))
 
   @hypothesis.settings(max_examples=EXAMPLES)
   @hypothesis.given(drawn.gradients(shape))
@@ -68,19 +68,6 @@ def test_drawn_gradients(shape, way):
     result = run(stack)
     oracle.check(result, stack, op_of(way))
     oracle.check_same_bits(run(stack), result, "repeated")
-
-  holds()
-
-
-def test_drawn_gradients_on_devices():
-  """Each device holds its own copy here, and all copies are the same."""
-  shape, way = SHAPES[3], "hash, one row a round"
-  run = program(shape, way, "shard_map_vma_replicated", op_of(way))
-
-  @hypothesis.settings(max_examples=EXAMPLES // 2)
-  @hypothesis.given(drawn.gradients(shape))
-  def holds(stack):
-    oracle.check(run(stack), stack, op_of(way))
 
   holds()
 
@@ -93,7 +80,7 @@ def test_paths_agree_to_the_bit():
   """
   ways = ("default", "hash, one row a round", "columns")
   shape = SHAPES[0]
-  runs = [program(shape, way, "vmap", "mean") for way in ways]
+  runs = [program(shape, way, "mean") for way in ways]
 
   @hypothesis.settings(max_examples=EXAMPLES // 3)
   @hypothesis.given(drawn.gradients(shape))
@@ -110,7 +97,7 @@ def test_paths_agree_to_the_bit():
 def test_devices_may_be_permuted_when_sums_are_exact():
   """Small integers add without rounding, in whatever order."""
   shape = SHAPES[0]
-  run = program(shape, "default", "vmap", op_of("default"))
+  run = program(shape, "default", op_of("default"))
 
   @hypothesis.settings(max_examples=EXAMPLES // 3)
   @hypothesis.given(

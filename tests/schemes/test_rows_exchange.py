@@ -97,28 +97,6 @@ def test_sums_of_rows(way, capacities):
   check(runners.RUNNERS["vmap"](f, n), n)
 
 
-def test_two_axes():
-  axes = ("host", "device")
-  f = lambda *x: summed(x, axes, capacities=(2, 5))
-  mapped = jax.jit(
-    jax.vmap(jax.vmap(f, axis_name=axes[1]), axis_name=axes[0], out_axes=None)
-  )
-
-  def run(x):
-    split = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), x)
-    found = runners.to_host(mapped(*split))
-    return found._replace(indices=found.indices[:1], values=found.values[:1])
-
-  check(run, 4)
-
-
-def test_output_may_be_an_array():
-  f = functools.partial(summed, output="dense")
-  x = drawn(0, 8)
-  for got in runners.RUNNERS["pmap"](f, 8)(x):
-    np.testing.assert_array_equal(got, total(*x))
-
-
 @pytest.mark.parametrize("output", ["same", "dense"])
 def test_one_device_adds_up_duplicates(output):
   run = runners.RUNNERS["shard_map_vma_replicated"](

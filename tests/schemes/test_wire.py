@@ -51,7 +51,6 @@ SLOTS, BITMAP = (3, 5), (60, 120)
     ("zen", "hash", 2, BITMAP),
     ("zen", "columns", 2, SLOTS),
     ("zen", 2, 8, BITMAP),
-    ("zen", "hash", 8, None),
     *((name, "hash", 8, SLOTS) for name in scheme_names.PEERS),
     ("recursive_doubling", "hash", 5, SLOTS),  # no power of two
   ],
@@ -70,6 +69,22 @@ def test_lowered_program_sends_what_is_declared(
   assert bool(summed) == (scheme == "dense_inside")
   if scheme == "zen":  # All tables share one exchange.
     assert [f.op for f in first] == ["all_to_all", "all_gather"]
+
+
+def test_flat_is_zen_along_one_axis():
+  """The same program, so the other tests run it along two axes only."""
+
+  def program(scheme):
+    mapped = jax.shard_map(
+      lambda x: zenjax.sparse_pmean(x[0], "data", scheme=scheme),
+      mesh=runners.mesh(8),
+      in_specs=P("data"),
+      out_specs=P(),
+    )
+    stack = jax.ShapeDtypeStruct((8, 300, 4), jnp.float32)
+    return jax.jit(mapped).lower(stack).as_text()
+
+  assert program("flat") == program("zen") != program("split_all_gather")
 
 
 # Rows of 24 and 13 elements: whole words, and words that are padded.

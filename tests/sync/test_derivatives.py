@@ -22,16 +22,19 @@ def derivatives(sync, x, t, c) -> dict[str, Any]:
   """Of a function that is linear after `sync` and not before it."""
   f = lambda x: sync(x * x)
   loss = lambda x: jnp.sum(f(x) * c)
+  value, moved = jax.jvp(f, (x,), (t,))
+  return {"value": value, "jvp": moved, "grad": jax.grad(jax.jit(loss))(x)}
+
+
+def further_derivatives(sync, x, t, c) -> dict[str, Any]:
+  """A second derivative, and one through a loop."""
+  f = lambda x: sync(x * x)
 
   def turns(x):
     x, _ = lax.scan(lambda x, _: (x + c * f(x), None), x, None, length=2)
     return jnp.sum(x * c)
 
-  value, moved = jax.jvp(f, (x,), (t,))
   return {
-    "value": value,
-    "jvp": moved,
-    "grad": jax.grad(jax.jit(loss))(x),
     "second": jax.jvp(jax.grad(lambda x: jnp.sum(f(x) ** 2 * c)), (x,), (t,)),
     "in a scan": jax.grad(turns)(x),
   }
@@ -61,9 +64,10 @@ def test_of_arrays():
   given = whole(0, R, D), 1 + np.abs(whole(1, R, D)), 1 + whole(2, R, D)
 
   def by(sum_):
-    f = lambda given, axis: derivatives(
-      functools.partial(sum_, axis_name=axis), *given
-    )
+    def f(given, axis):
+      sync = functools.partial(sum_, axis_name=axis)
+      return derivatives(sync, *given) | further_derivatives(sync, *given)
+
     return runners.RUNNERS["shard_map_vma_shards"](f, N)(given)
 
   want = by(lax.psum)

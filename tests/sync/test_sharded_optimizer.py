@@ -41,16 +41,16 @@ def loss(params, ids):
   return jnp.mean((hidden - context + 1.0) ** 2)
 
 
-def trained(tx, rows, check_vma=True, n=N):
+def trained(tx, check_vma=True, n=N):
   """Losses of six steps on devices, and the parameters after them."""
-  both = zenjax.value_and_grad if rows else jax.value_and_grad
   mesh = runners.mesh(n)
   params = jax.device_put(parameters(), NamedSharding(mesh, P()))
   state = zenjax.init_state(tx, params, mesh, "data")
   specs = zenjax.state_specs(state, "data")
 
   def step(params, state, ids):
-    value, grads = both(loss)(zenjax.unreduced(params, "data"), ids[0])
+    view = zenjax.unreduced(params, "data")
+    value, grads = zenjax.value_and_grad(loss)(view, ids[0])
     updates, state = tx.update(grads, state, params)
     params = zenjax.apply_updates(params, updates)
     return params, state, jax.lax.pmean(value, "data")
@@ -76,17 +76,16 @@ def stepped(step, params, state, n=N):
   return losses, params, state
 
 
-def alone(name, rows, clip=False):
+def alone(name, clip=False):
   """The same of one device that has the batches of all."""
-  both = zenjax.value_and_grad if rows else jax.value_and_grad
   tx = OPTIMIZERS[name]
   if clip:
     tx = optax.chain(optax.clip_by_global_norm(CLIP), tx)
-  tx = zenjax.lazy_rows(tx) if rows else tx
+  tx = zenjax.lazy_rows(tx)
 
   @jax.jit
   def step(params, state, ids):
-    value, grads = both(loss)(params, ids)
+    value, grads = zenjax.value_and_grad(loss)(params, ids)
     updates, state = tx.update(grads, state, params)
     return zenjax.apply_updates(params, updates), state, value
 
@@ -122,7 +121,7 @@ def by_owners(name, **options):
   tx = zenjax.sharded_optimizer(
     OPTIMIZERS[name], "data", sparse=TABLES, **options
   )
-  return trained(tx, rows=True)
+  return trained(tx)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ def by_owners(name, **options):
 )
 def test_losses_are_those_of_one_device(name, options):
   losses, params, _ = by_owners(name, **options)
-  want, want_params, _ = alone(name, True, "clip_norm" in options)
+  want, want_params, _ = alone(name, "clip_norm" in options)
   np.testing.assert_allclose(losses, want, rtol=1e-6)
   for leaf in params:
     np.testing.assert_allclose(
@@ -147,18 +146,6 @@ def test_losses_are_those_of_one_device(name, options):
     )
     oracle.check_replicas(runners.shards(params[leaf]), leaf)
   assert losses[-1] != losses[0]
-
-
-def test_gradients_that_are_arrays():
-  """What is not touched is not decayed: adagrad is exact."""
-  tx = zenjax.sharded_optimizer(OPTIMIZERS["adagrad"], "data", sparse=TABLES)
-  losses, params, _ = trained(tx, rows=False)
-  want, want_params, _ = alone("adagrad", rows=False)
-  np.testing.assert_allclose(losses, want, rtol=1e-6)
-  for leaf in params:
-    np.testing.assert_allclose(
-      params[leaf], want_params[leaf], rtol=1e-5, atol=1e-6
-    )
 
 
 def test_every_device_holds_its_share_of_the_state():
@@ -201,7 +188,6 @@ def test_statistics_are_those_of_the_devices_that_a_state_is_on():
     (
       lambda: trained(
         zenjax.sharded_optimizer(optax.lamb(0.1), "data", sparse=TABLES),
-        rows=True,
       ),
       "`tx` must update a row by that row alone",
     ),
@@ -210,7 +196,6 @@ def test_statistics_are_those_of_the_devices_that_a_state_is_on():
         zenjax.sharded_optimizer(
           optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "data"
         ),
-        rows=True,
       ),
       "give `clip_norm=`",
     ),
@@ -219,7 +204,6 @@ def test_statistics_are_those_of_the_devices_that_a_state_is_on():
         zenjax.sharded_optimizer(
           optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), "data"
         ),
-        rows=True,
       ),
       "`tx` must not be `optax.MultiSteps`",
     ),

@@ -29,12 +29,14 @@ def params_of() -> Any:
   return {"s": stack, "t": table_of(), "w": np.ones(D, np.float32)}
 
 
-TABLES = {"s": True, "t": True, "w": False}
+TABLES = lambda name, _: name != "w"
 shard = functools.partial(zenjax.tables.shard, axis_name="data", tables=TABLES)
 
 
 def loss(params, ids, y):
-  rows = params["t"][ids] + params["s"][1, ids % 205]
+  rows = params["t"][ids]
+  if "s" in params:
+    rows = rows + params["s"][1, ids % 205]
   return jnp.mean((rows @ params["w"] - y) ** 2)
 
 
@@ -100,7 +102,6 @@ def test_a_table_is_made_row_by_row(n):
   for table in (
     shard(make(key), mesh, tables=True),
     jax.jit(lambda key: shard(make(key), mesh, tables=True))(key),
-    jax.jit(lambda x: shard(x, mesh, tables=True))(want),
   ):
     np.testing.assert_array_equal(zenjax.tables.unshard(table), want)
     (part,) = {x.data.shape for x in table.value.addressable_shards}
@@ -150,64 +151,69 @@ def labels_by_path(params):
   )
 
 
-INNER: dict[str, Any] = {
-  "adagrad": optax.adagrad(0.1),
-  "by path": optax.partition(
-    {"a": optax.adagrad(0.1), "b": optax.adam(0.01)}, labels_by_path
-  ),
-}
+BY_PATH: Any = optax.partition(
+  {"a": optax.adagrad(0.1), "b": optax.adam(0.01)}, labels_by_path
+)
 
 
 def test_a_run_that_moves_goes_on_as_one_that_never_did(
   tmp_path, as_optax_computes
 ):
   """From four devices to three, and on to copies on two times two."""
-  four, inner = mesh_of(4), INNER["by path"]
-  tx: Any = zenjax.sharded_optimizer(inner, "data", mesh=four)
-  params = shard(params_of(), four)
+  four, first = mesh_of(4), params_of()
+  del first["s"]
+  tx: Any = zenjax.sharded_optimizer(BY_PATH, "data", mesh=four)
+  params = shard(first, four)
   half = trained(tx, (params, tx.init(params)), BATCHES[:2], four)
   stay = jax.tree.map(jnp.copy, half)
   want = trained(tx, stay, BATCHES[2:], four)
   axes = ("pod", "chip")
   grid = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), axes)
 
-  def moved(state, mesh, axes, batches, folder, donate, **there):
-    tx: Any = zenjax.sharded_optimizer(inner, axes, mesh=mesh)
+  def moved(state, mesh, axes, folder, donate, **there):
+    tx: Any = zenjax.sharded_optimizer(BY_PATH, axes, mesh=mesh)
     there = functools.partial(zenjax.from_checkpoint, mesh=mesh, **there)
     saved = zenjax.to_checkpoint(state, donate=donate)
     assert state[0]["t"].value.is_deleted() == donate
     with ocp.StandardCheckpointer() as checkpointer:
       checkpointer.save(folder, saved)
       checkpointer.wait_until_finished()
-      new = there(zenjax.to_checkpoint(shard(params_of(), four)))
+      new = there(zenjax.to_checkpoint(shard(first, four)))
       new = zenjax.to_checkpoint((new, tx.init(new)))
       like = jax.tree.map(ocp.utils.to_shape_dtype_struct, new)
       state = checkpointer.restore(folder, like, strict=False)
     with pytest.raises(ValueError, match="order of rows.*from_checkpoint"):
-      trained(tx, state, batches, mesh)
+      trained(tx, state, BATCHES[:1], mesh)
     state = there(state, donate=donate)
     assert jax.tree.structure(state[1].inner) == jax.tree.structure(
       tx.init(state[0]).inner
     )
-    return trained(tx, state, batches, mesh)
+    return tx, state
 
-  third, last = BATCHES[2:3], BATCHES[3:]
-  got = moved(
-    half, mesh_of(3), "data", third, tmp_path / "3", False, axis_name="data"
+  _, got = moved(
+    half, mesh_of(3), "data", tmp_path / "3", False, axis_name="data"
   )
-  got = moved(
-    got, grid, axes, last, tmp_path / "2x2", True, axis_name="chip",
-    replicas="pod",
-  )  # fmt: skip
+  tx, got = moved(
+    got, grid, axes, tmp_path / "2x2", True, axis_name="chip", replicas="pod"
+  )
+  got = trained(tx, got, BATCHES[2:], grid)
   got, want = zenjax.tables.unshard((got, want))
   for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+def remembers() -> optax.GradientTransformation:
+  """Keeps of each row what it was as the state was made."""
+  return optax.GradientTransformation(
+    lambda params: optax.TraceState(params),
+    lambda updates, state, params=None: (updates, state),
+  )
+
+
 def test_back_on_the_same_devices_and_in_another_order():
   four = mesh_of(4)
   params = shard(params_of(), four)
-  tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "data")
+  tx = zenjax.sharded_optimizer(remembers(), "data")
   before = params, zenjax.init_state(tx, params, four, "data")
   with jax.set_mesh(four):  # As an abstract mesh, without devices.
     saved = zenjax.to_checkpoint(before)
@@ -216,6 +222,7 @@ def test_back_on_the_same_devices_and_in_another_order():
   for mesh in (mesh_of(8), shuffled):
     there = zenjax.from_checkpoint(saved, mesh, "data")
     equal(there, before)
+    equal(there[1].inner.trace, params_of())
     after = zenjax.from_checkpoint(there, four, "data")
     assert jax.tree.structure(before) == jax.tree.structure(after)
     equal(after, before)
@@ -238,26 +245,25 @@ def test_tables_move_whichever_mesh_is_set(around):
   np.testing.assert_array_equal(rows, OF_IDS(np.arange(R)))
 
 
-@pytest.mark.parametrize("inner", [optax.adagrad(0.1), INNER["by path"]])
 def test_a_trained_plain_checkpoint_goes_on_sharded_and_comes_back(
-  inner, as_optax_computes
+  as_optax_computes,
 ):
   """Parameters and the state of optax, by one call each."""
   mesh = mesh_of(4)
   params = jax.tree.map(jnp.asarray, params_of())
-  state = inner.init(params)
+  state = BY_PATH.init(params)
 
   @jax.jit
   def plain(params, state, *batch):
     grads = jax.grad(loss)(params, *batch)
-    updates, state = inner.update(grads, state, params)
+    updates, state = BY_PATH.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
   for batch in BATCHES[:2]:
     params, state = plain(params, state, *batch)
   moved = shard(params, mesh, opt_state=state)
   equal(zenjax.tables.unshard(moved), (params, state))
-  tx = zenjax.sharded_optimizer(inner, "data", mesh=mesh)
+  tx = zenjax.sharded_optimizer(BY_PATH, "data", mesh=mesh)
   made = tx.init(moved[0])
   assert jax.tree.structure(moved[1]) == jax.tree.structure(made)
   got = zenjax.tables.unshard(trained(tx, moved, BATCHES[2:], mesh))
@@ -271,7 +277,7 @@ def test_a_trained_plain_checkpoint_goes_on_sharded_and_comes_back(
 def test_transfers_are_explicit(as_optax_computes):
   mesh = mesh_of(4)
   params = shard(params_of(), mesh)
-  tx = zenjax.sharded_optimizer(INNER["by path"], "data", mesh=mesh)
+  tx = zenjax.sharded_optimizer(BY_PATH, "data", mesh=mesh)
   state = trained(tx, (params, tx.init(params)), BATCHES[:1], mesh)
   with jax.transfer_guard("disallow"):
     assert zenjax.stats(state)["t"]["rounds"] >= 1
@@ -309,6 +315,18 @@ def errors() -> dict[str, Any]:
 
   def depends(p, ids):
     return p["t"][jnp.argmax(p["t"][ids] @ p["w"])].sum()
+
+  def by_end(params):
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+    label = lambda path, _: "a" if name(path).endswith("t") else "b"
+    return jax.tree_util.tree_map_with_path(label, params)
+
+  parts: Any = {"a": sgd, "b": optax.sgd(0.1)}
+  scaled = optax.stateless(
+    lambda updates, _: jax.tree.map(
+      lambda x, label: x * {"a": 2.0, "b": 1.0}[label], updates, by_end(updates)
+    )
+  )
 
   return {
     "axis": (
@@ -372,6 +390,21 @@ def errors() -> dict[str, Any]:
         optax.chain(optax.clip_by_global_norm(1.0), sgd), "data", mesh=mesh,
       ).init(sharded),
       ValueError, "give `clip_norm=`"),
+    "labels by the end of a path": (
+      lambda: zenjax.sharded_optimizer(
+        optax.partition(parts, by_end), "data", mesh=mesh).init(sharded),
+      ValueError, "choose leaves by the end of their paths"),
+    "scales by the end of a path": (
+      lambda: zenjax.sharded_optimizer(scaled, "data", mesh=mesh).init(sharded),
+      ValueError, "choose leaves by the end of their paths"),
+    "saved as it was": (
+      lambda: zenjax.from_checkpoint(
+        jax.device_get(sharded), mesh_of(4), "data"),
+      ValueError, "order of 2 devices.*`zenjax.to_checkpoint"),
+    "one is tuned": (
+      lambda: jax.tree.map(
+        jnp.add, sharded, shard(params, mesh, wire_dtype=jnp.bfloat16)),
+      ValueError, r"zenjax.tune\(\(params, average, state\)\)"),
     "no params": (lambda: update(tx, state, None),
       ValueError, "`params` must be given"),
     "table on 4, tx on 2": (lambda: owners(mesh=mesh).init(other),
@@ -391,6 +424,26 @@ def errors() -> dict[str, Any]:
       lambda: zenjax.value_and_grad(lambda t, i: t[i].sum())(away, ids),
       ValueError, "made for 2 devices.*used on 4 devices"),
   }  # fmt: skip
+
+
+def test_names_that_end_alike():
+  """Each table has its own state, and labels may be made of the parameters."""
+  mesh, tx = mesh_of(2), optax.adagrad(0.1)
+  params = {"t": table_of(), "deep": {"t": table_of()}, "w": jnp.ones(3)}
+  state: Any = tx.init(params)
+  numbers = {"t": 1.0, "deep": {"t": 2.0}, "w": 3.0}
+  state[0].sum_of_squares.update(jax.tree.map(jnp.full_like, params, numbers))
+  moved, own = shard(params, mesh, opt_state=state)
+  equal(zenjax.tables.unshard(own), state)
+  owners = lambda: zenjax.sharded_optimizer(tx, "data", mesh=mesh)
+  labels = lambda params: jax.tree_util.tree_map_with_path(
+    lambda path, _: path[0].key, params
+  )
+  each: Any = {"t": owners(), "deep": owners(), "w": tx}
+  for given in (labels, {"t": "t", "deep": "deep", "w": "w"}):
+    made: Any = optax.partition(each, given).init(moved)
+    (rows,) = jax.tree.leaves(made.inner_states["deep"].inner_state.inner)
+    assert rows.shape[0] >= R
 
 
 def test_misuse_is_refused():

@@ -376,7 +376,9 @@ def test_buffers_are_tuned_by_what_steps_have_needed(alone):
   mesh, table = mesh_of(4), table_of()
   one = lambda params: params if alone else params["a"]["t"]
   whole = table if alone else {"a": {"t": table}, "t": table_of(1, 600)}
-  params = zenjax.tables.shard(whole, mesh, "data", tables=True)
+  params = zenjax.tables.shard(
+    whole, mesh, "data", tables=True, wire_dtype=jnp.float32
+  )
   name = "leaf" if alone else "a.t"
   tx = zenjax.sharded_optimizer(optax.sgd(0.5), "data", mesh=mesh)
   lie = jax.NamedSharding(mesh, jax.P("data"))
@@ -388,6 +390,7 @@ def test_buffers_are_tuned_by_what_steps_have_needed(alone):
   state, _ = step(state, split)
   assert zenjax.stats(state)[name]["rounds"] > 1
   state = zenjax.tune(state)
+  assert one(state[0]).wire_dtype == jnp.float32
   for _ in range(2):
     state, _ = step(state, split)
   assert step._cache_size() == 2  # Compiled once more.

@@ -106,9 +106,10 @@ def test_sparsifiers_learn_for_fewer_bytes(tmp_path):
 
 
 def test_planning_predicts(tmp_path):
-  out = _example(tmp_path, "planning.py", "--steps", "8")
-  losses = _losses(out)
-  assert losses[-1] < 0.8 * losses[0]
+  out = _example(tmp_path, "planning.py", "--steps", "2")
+  first, last, again, after = _losses(out)
+  assert first == again and last < 0.8 * first
+  assert after < again
 
 
 def test_each_stands_alone():
@@ -117,15 +118,6 @@ def test_each_stands_alone():
     text = (_EXAMPLES / f"{name}.py").read_text()
     imported = set(re.findall(r"^(?:import|from) (\w+)", text, re.M))
     assert not imported & (names | {"examples"}), name
-
-
-def test_multi_host_asks_for_all_cluster_flags(tmp_path):
-  command = [sys.executable, str(_EXAMPLES / "multi_host.py")]
-  command += ["--coordinator", "127.0.0.1:1"]
-  process = _start(command, tmp_path)
-  _, error = process.communicate(timeout=60)
-  assert process.returncode == 2
-  assert "--process-id go together" in error
 
 
 # Studies.
@@ -166,27 +158,29 @@ def test_lm_compares(grads, text, tmp_path):
 @pytest.mark.multiprocess
 def test_lm_of_two_processes_is_stopped_and_resumed(text, tmp_path):
   saved = f"--checkpoint={tmp_path / 'saved'}"
-  how = ("--steps=400", "--grads=rows", saved)
+  log = tmp_path / "log" / "steps.jsonl"
+  how = ("--grads=rows", saved, f"--out={log.parent}", text)
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     port = s.getsockname()[1]
-  command = [*_STUDY, "examples.studies.lm", *_LM, *how, text]
+  command = [*_STUDY, "examples.studies.lm", *_LM, *how, "--steps=400"]
   command += [f"--coordinator=127.0.0.1:{port}", "--num-processes=2"]
   both = [
     _start([*command, f"--process-id={i}"], tmp_path, devices=1)
     for i in range(2)
   ]
-  lines = both[0].stdout
-  assert lines is not None
-  while "step" not in (line := lines.readline()):
-    assert line, "ended too early"
-  time.sleep(0.2)
+  while not (log.exists() and log.read_text()):
+    assert both[0].poll() is None, "ended too early"
+    time.sleep(0.05)
   both[1].send_signal(signal.SIGINT)  # One of them stops both.
   assert [p.wait(200) for p in both] == [130, 130]
-  for process in both:
-    process.communicate()
-  out = _study(tmp_path, "lm", *_LM, *how, "--resume", text, devices=2)
-  assert "after 400" in out or "400" in out
+  out, *_ = [process.communicate()[0] for process in both]
+  (done,) = map(int, re.findall(r"Ctrl-C after (\d+) steps, saved", out))
+  more = ("--resume", f"--steps={done + 10}")
+  out = _study(tmp_path, "lm", *_LM, *how, *more, devices=2)
+  assert _numbers(r"perplexity after (\d+) steps", out) == [done, done + 10]
+  steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
+  assert done > 0 and steps == [*range(1, done + 11)]
 
 
 _DLRM = ("--scale=0.00012", "--batch=64", "--eval-rows=2048", "--lr=0.05")
@@ -216,23 +210,24 @@ def test_compressors_are_compared(text, tmp_path):
   how = ("--vocab=2000", "--batch-tokens=64", "--negatives=8", "--width=16")
   how += ("--eval-tokens=640", "--steps=4", "--devices=2", "--seeds", "0")
   how += ("--optimizers", "sgd", "--ways", "dense", "int8", "SignVote")
+  how += ("--rates", "2")
   file = tmp_path / "study.json"
   out = _study(tmp_path, "compressors", *how, text, "--json", str(file))
   (fewer,) = _numbers(r"int8 \| [\d.]+ \| ([\d.]+)x", out)
   assert 3.8 < fewer < 4
   found = json.loads(file.read_text())
-  assert found["complete"] and len(found["cells"]) == 5
+  assert found["complete"] and len(found["cells"]) == 1 + 2 + 1
 
 
 def test_local_steps_are_compared(text, tmp_path):
   how = ("--vocab=2000", "--batch-tokens=64", "--negatives=8", "--width=16")
   how += ("--eval-tokens=640", "--steps=4", "--devices=2", "--seeds", "0")
   file = tmp_path / "study.json"
-  how += ("--every", "2", text, "--json", str(file))
+  how += ("--every", "2", "--rates", "2", text, "--json", str(file))
   out = _study(tmp_path, "local_steps", *how)
   assert _numbers(r"(?m)2 steps in int4 .* ([\d.]+) \|$", out) == [15]
   found = json.loads(file.read_text())
-  assert found["complete"] and len(found["cells"]) == 3 + 5 + 1
+  assert found["complete"] and len(found["cells"]) == 2 + 2 + 1
 
 
 def test_auc_is_the_share_of_pairs_in_order():

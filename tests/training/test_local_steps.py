@@ -14,16 +14,10 @@ import refusals
 import runners
 
 import zenjax
-from zenjax import compress
 
 pytestmark = pytest.mark.usefixtures("as_optax_computes")
 
 W = np.random.default_rng(1).standard_normal((3, 2)).astype(np.float32)
-OUTERS = {
-  "sgd": lambda: optax.sgd(0.1),
-  "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-  "adam": lambda: optax.adam(0.1),
-}
 
 
 def pieces(inner, outer, every, op=None):
@@ -108,7 +102,7 @@ def trained(way, local, outer, data):
   return state, losses
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("way", WAYS)
 def test_diloco_is_its_model(way, n):
   data = models.problem(rounds=20, n=n, every=3)
@@ -133,13 +127,11 @@ def test_diloco_is_its_model(way, n):
   assert np.asarray(adam.count).reshape(-1).tolist() == [60] * n
 
 
-@pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize("outer", OUTERS)
-def test_one_step_of_sgd_is_data_parallel_training(outer, n):
-  data = models.problem(rounds=30, n=n, every=1)
-  local, tx = pieces(optax.sgd(1.0), OUTERS[outer](), 1)
+def test_one_step_of_sgd_is_data_parallel_training():
+  optimizer = optax.adam(0.1)
+  data = models.problem(rounds=30, n=4, every=1)
+  local, tx = pieces(optax.sgd(1.0), optimizer, 1)
   (params, _, _), losses = trained("check_vma", local, tx, data)
-  optimizer = OUTERS[outer]()
   plain, state, want = jnp.asarray(W), optimizer.init(W), []
 
   @jax.jit
@@ -165,21 +157,8 @@ def test_nothing_is_sent_before_the_round_is_over():
   assert "psum" not in str(program) and "all_" not in str(program)
 
 
-def test_rounds_are_compressed():
-  """int4 with error feedback ends near the exact mean."""
-  data = models.problem(rounds=40, n=4, every=4)
-  local, exact = pieces(optax.adamw(0.02), optax.sgd(0.7), 4)
-  int4 = compress.all_reduce(compress.LowBit(4, block=32), "data", leaves=True)
-  (one, _, _), _ = trained("data_parallel", local, exact, data)
-  outer = optax.chain(int4, optax.sgd(0.7))
-  (other, _, state), _ = trained("data_parallel", local, outer, data)
-  assert np.abs(one - W).max() > 0.5
-  np.testing.assert_allclose(one, other, atol=0.05)
-  assert zenjax.stats(state)["compressed"]["leaves"] == 1
-
-
-@pytest.mark.parametrize("old, new", [(4, 2), (2, 4), (3, 2), (1, 4)])
-def test_on_other_devices(old, new):
+def test_on_other_devices():
+  old, new = 3, 2
   local, outer = pieces(optax.adamw(0.02), optax.sgd(0.7), 2)
   data = models.problem(3, old, 2)
   state, _ = trained("data_parallel", local, outer, data)

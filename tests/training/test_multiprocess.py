@@ -131,9 +131,16 @@ def test_killed_process_ends_the_others(tmp_path):
 
 def test_launcher_leaves_nothing_behind(tmp_path):
   with _Launched(tmp_path / "log", "--devices=1", *_ENDLESS) as launched:
-    launched.wait_for(r"step +5 ")
+    launched.wait_for(r"process 1 has pid \d+\n")
     pids = [int(x) for x in re.findall(r"has pid (\d+)", launched.output())]
     assert len(pids) == 2 and all(map(_is_running, pids))
     launched.process.send_signal(signal.SIGINT)
     assert launched.wait(30) == 130, launched.output()
     assert not any(map(_is_running, pids))
+
+
+def test_cluster_flags_go_together(capsys):
+  with pytest.raises(SystemExit) as ended:
+    _example_module().main(["--coordinator", "127.0.0.1:1"])
+  assert ended.value.code == 2
+  assert "--process-id go together" in capsys.readouterr().err

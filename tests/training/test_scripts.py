@@ -1,6 +1,6 @@
 """Scripts in plain `jit`: few lines change, and no number but by rounding.
 
-Each trains a hundred steps on a table of 2048 rows of 8, beside itself without
+Each trains forty steps on a table of 2048 rows of 8, beside itself without
 zenjax. Losses are means over unevenly padded batches; `nnx` has in-batch
 negatives, and two log the norm of the whole gradient.
 """
@@ -24,7 +24,7 @@ from scripts import WIDTH
 
 pytestmark = pytest.mark.usefixtures("as_optax_computes")
 
-STEPS, BATCH, LOOK_UPS = 100, 32, 3
+STEPS, BATCH, LOOK_UPS = 40, 32, 3
 
 AUTO = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 EXPLICIT = jax.make_mesh((8,), ("data",))
