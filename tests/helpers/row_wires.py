@@ -46,6 +46,7 @@ def mean(
   dtype: Any,
   *,
   groups: int = 1,
+  pushed: bool = True,
   pulled: bool = True,
 ) -> np.ndarray:
   """Returns the mean of `[n, R, D]` over devices, rounded as it is sent.
@@ -54,10 +55,12 @@ def mean(
     stack: What each device has.
     dtype: What rows are sent in.
     groups: Column groups.
+    pushed: Whether rows are rounded before they are added up.
     pulled: Whether the mean is sent again.
   """
   with np.errstate(invalid="ignore"):
-    sent = rounded(stack.astype(np.float64), dtype, groups)
+    sent = stack.astype(np.float64)
+    sent = rounded(sent, dtype, groups) if pushed else sent
     total = sent.mean(axis=0)
     return rounded(total, dtype, groups) if pulled else total
 

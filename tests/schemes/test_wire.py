@@ -99,7 +99,7 @@ ROUNDED = {"a": table(2000, 24), "b": table(1111, 13)}
     ("int8", "zen", "columns", 2),
     ("int4", "zen", 2, 8),
     *(
-      pytest.param("int8", name, "hash", 8, marks=pytest.mark.more)
+      pytest.param("int8", name, "hash", 2, marks=pytest.mark.more)
       for name in scheme_names.PEERS
     ),
     ("int4", "recursive_doubling", "hash", 5),
