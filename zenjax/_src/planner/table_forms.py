@@ -149,8 +149,9 @@ def _by_owners(
   touched = min(profile.fullest, look_ups)
   most = min(buffer_sizes.fullest(touched, n, n * n), layout.slots)
   row_wire = RowWire.of(gradient.dtype, None, width)
-  words = fetch.words_of_step(math.ceil(look_ups), most, layout, row_wire)
-  ids, brought, pushed = map(float, words)
+  sizes = (math.ceil(most),)  # As `zenjax.tune` chooses them.
+  size = fetch.buffer_size(math.ceil(look_ups), layout, sizes)
+  ids, brought, pushed = map(float, fetch.words_of_round(size, n, row_wire))
   messages = [
     Message("all_to_all", (last,), ids),
     Message("all_reduce", context.axes, 1.0),  # The number of rounds.

@@ -239,26 +239,6 @@ def fetch_all(
   return [jnp.split(x, at) for x, at in zip(rows, ends)]
 
 
-def words_of_step(
-  look_ups: int, most: float, layout: Layout, row_wire: RowWire
-) -> tuple[int, int, int]:
-  """Returns how many words a device sends in a step with one table.
-
-  Args:
-    look_ups: Lookups of a device, all in one exchange.
-    most: Distinct rows of the fullest pair of device and owner.
-    layout: The table's layout.
-    row_wire: How rows are sent.
-
-  Returns:
-    Words of 32 bits of the messages with ids, rows and gradient rows.
-  """
-  size = buffer_size(look_ups, layout, ())
-  rounds = max(1, math.ceil(most / size))
-  ids, rows, pushed = words_of_round(size, layout.groups, row_wire)
-  return rounds * ids, rounds * rows, rounds * pushed
-
-
 def words_of_round(
   size: int, devices: int, row_wire: RowWire
 ) -> tuple[int, int, int]:
