@@ -145,7 +145,10 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 def require(analysis: RowAnalysis, names: Sequence[str], argument: str) -> None:
   """Raises ValueError for a table that cannot be updated by its rows."""
-  remedy = "Give this table another optimizer with `optax.partition`"
+  remedy = (
+    "Give this table another optimizer, such as `optax.adagrad` or"
+    " `optax.adam`, with `optax.partition`"
+  )
   if argument == "inner":
     remedy = (
       "To keep this optimizer, leave out `lazy_rows`, and put"

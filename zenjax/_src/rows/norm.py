@@ -20,11 +20,7 @@ def global_norm(updates: Any) -> jax.Array:
 
   Args:
     updates: A tree of arrays and SparseRows.
-
-  Raises:
-    ValueError: A leaf is a stack of SparseRows, such as a scan makes.
   """
-  _require_no_stacks(updates)
   leaves, _ = touched_rows.combined(updates)
   arrays = touched_rows.values(leaves)
   return jnp.sqrt(sum(jnp.sum(jnp.abs(x) ** 2) for x in arrays))
@@ -62,16 +58,12 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
   def update(updates, state, params=None):
     del params
-    _require_no_stacks(updates)
+    for name, leaf in leaf_util.named_leaves(updates, is_rows):
+      if is_rows(leaf):
+        require_one(f"leaf {name!r}", leaf)
     leaves, back = touched_rows.combined(updates)
     clipped: Any
     clipped, state = clip.update(touched_rows.values(leaves), state)
     return back(clipped), state
 
   return optax.GradientTransformation(lambda params: clip.init({}), update)
-
-
-def _require_no_stacks(updates: Any) -> None:
-  for name, leaf in leaf_util.named_leaves(updates, is_rows):
-    if is_rows(leaf):
-      require_one(f"leaf {name!r}", leaf)

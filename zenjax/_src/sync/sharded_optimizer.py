@@ -176,9 +176,9 @@ class Owners:
     inner = self.inner.init(given.view(leaves, tables))
     if tables:
       types = self._types(given, tables, given.leaves)
-      _require_same_program(self.inner, given, types)
       whole = jax.eval_shape(make, types)
       analysis = self._analysis_of(given, tables, whole, types, {})
+      _require_same_program(self.inner, given, types)
       lazy.warn_of_decay(analysis, given.names)
       _require_form(inner, analysis)
     sync = sync_state.empty(
@@ -588,7 +588,11 @@ def _require_same_program(
 
   def program(types: Any) -> str:
     run = lambda x: tx.update(x, tx.init(x), x)
-    return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(run)(types)))
+    # Optax promotes dtypes and ranks.
+    with jax.numpy_dtype_promotion("standard"):
+      with jax.numpy_rank_promotion("allow"):
+        text = str(jax.make_jaxpr(run)(types))
+    return re.sub("0x[0-9a-f]+", "", text)
 
   if program(types) != program(
     given.structure.unflatten(jax.tree.leaves(types))

@@ -217,8 +217,9 @@ def _require_synchronized(
     "`step` changes its state by each device's own part of the batch, or by a"
     " state that differs between devices, and synchronizes nothing, so devices"
     f" would drift apart. Put `zenjax.zen_sync({axis_name!r})` first in the"
-    " optimizer's chain, or average gradients with `jax.lax.pmean(grads,"
-    f" {axis_name!r})`. A `pmean` of the loss does not average gradients here."
+    " optimizer's chain, or, if all gradients are arrays, average them with"
+    f" `jax.lax.pmean(grads, {axis_name!r})`. A `pmean` of the loss does not"
+    " average gradients here."
   )
 
 
@@ -284,8 +285,9 @@ def _check_batch(batch: tuple[Any, ...], devices: int) -> None:
     if own or any(map(from_optax, nodes)):
       raise ValueError(
         f"`batch[{position}]` of `step(state, *batch)` is the state of an"
-        " optimizer, but batches are split over devices. Give"
-        " `(params, opt_state)` in the first argument."
+        " optimizer, but batches are split over devices. Give `(params,"
+        " opt_state)` in the first argument, and return `((params, opt_state),"
+        " aux)`."
       )
     for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
       place = f"[{position}]{jax.tree_util.keystr(path)}"
