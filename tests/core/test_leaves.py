@@ -81,7 +81,7 @@ def test_many_leaves_in_one_exchange():
 
 
 def test_choosing_leaves_never_changes_the_result():
-  """Of a tree in which some leaves have no elements."""
+  """Some leaves of the tree have no elements."""
   rng = np.random.default_rng(0)
   sparse = {"a": {"embedding": False}, "b": True}
   tx = zenjax.zen_sync("data", sparse=sparse)

@@ -25,7 +25,7 @@ ROWS, EXAMPLES = 100, 8
 
 
 def ids_of(process: int, number: int) -> np.ndarray:
-  """What the devices of a process see in a step."""
+  """Returns the ids that the devices of a process look up in a step."""
   return np.arange(2 * EXAMPLES).astype(np.int32) * (number + 1) % 7 + process
 
 

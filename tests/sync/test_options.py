@@ -45,7 +45,7 @@ def test_float64():
 
 
 def test_rows_come_out_each_once():
-  """Of another hash; padding has the index one past the last."""
+  """Also with another hash. Padding has the index one past the last."""
   rows, width = 150, 6
   run = run_with("shard_map_replicated", output="rows", hash_seed=2**31 - 1)
   for name, stack in cases.every_case(N, rows, width, cases.FLOAT32):

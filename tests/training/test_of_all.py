@@ -35,7 +35,7 @@ def norm_of_mean(stack):
 
 
 def test_norm_is_that_of_the_mean_on_every_device():
-  """And that of what `zen_sync` returns, bit for bit."""
+  """The result of `zen_sync` has the same norm, bit for bit."""
   tx = zenjax.zen_sync("data")
 
   def both(tree, axis):

@@ -40,6 +40,10 @@ class Profile:
     union: Different nonzero rows of all devices together.
     devices: Number of these devices.
 
+  Raises:
+    TypeError: A number of rows is not a number.
+    ValueError: The numbers cannot be counts of rows and devices.
+
   Example:
     >>> import zenjax
     >>> seen = zenjax.planner.Profile(
@@ -57,11 +61,16 @@ class Profile:
   def __post_init__(self):
     for name in ("rows", "fullest", "union"):
       value = arguments.number(name, getattr(self, name))
-      if not 0 <= value < math.inf or 0 < value < 1e-3:
+      if not 0 <= value < math.inf:
         raise ValueError(
           f"`{name}` of a Profile must be a number of rows, 0 or more, got"
-          f" {value!r}. Give counts of different rows, not shares."
+          f" {value!r}. Count different rows, as `len(np.unique(ids))` does."
         )
+    if 0 < self.union < 0.5:
+      raise ValueError(
+        f"`union` of a Profile must count rows, got {self.union!r}. Give"
+        " numbers of rows, not shares."
+      )
     if self.devices < 1 or self.union < 0.999 * self.rows:
       raise ValueError(
         "A Profile must count `devices`, one or more, which together touch at"

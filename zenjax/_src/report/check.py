@@ -326,8 +326,9 @@ def _trained(
 def _reversed(batch: tuple[Any, ...], parts: int) -> tuple[Any, ...]:
   """Returns the batch with its examples in reverse order.
 
-  Other arrays, such as the weights of classes, stay as they are. Examples are
-  split over devices, and most arrays or the longest one are examples.
+  Other arrays, such as the weights of classes, stay as they are. The number of
+  examples is the most frequent first dimension that devices divide, and of
+  equally frequent ones the largest.
   """
   shapes = [np.shape(x) for x in jax.tree.leaves(batch)]
   lengths = [shape[0] for shape in shapes if shape]

@@ -74,7 +74,7 @@ class ShardedTable(NoArray):
   _CURES: ClassVar[str] = (
     "train it with zenjax.sharded_optimizer(tx, axis_name), which clips with"
     " clip_norm=, or convert it with zenjax.tables.unshard; if the other tree"
-    " has a ShardedTable, too, only one of them was tuned, so tune both, as in"
+    " has a ShardedTable, too, only one of them may be tuned: tune both, as in"
     " params, average, state = zenjax.tune((params, average, state))"
   )
   _NO_ARITHMETIC: ClassVar[str] = (
