@@ -430,20 +430,21 @@ def errors() -> dict[str, Any]:
 def test_names_that_end_alike():
   """Each table has its own state, and labels may be made of the parameters."""
   mesh, tx = mesh_of(2), optax.adagrad(0.1)
-  params = {"t": table_of(), "deep": {"t": table_of()}, "w": jnp.ones(3)}
+  params = {"t": table_of(), "u": {"t": table_of()}, "w": jnp.ones(3)}
   state: Any = tx.init(params)
-  numbers = {"t": 1.0, "deep": {"t": 2.0}, "w": 3.0}
+  numbers = {"t": 1.0, "u": {"t": 2.0}, "w": 3.0}
   state[0].sum_of_squares.update(jax.tree.map(jnp.full_like, params, numbers))
   moved, own = shard(params, mesh, opt_state=state)
   equal(zenjax.tables.unshard(own), state)
   owners = lambda: zenjax.sharded_optimizer(tx, "data", mesh=mesh)
+  assert jax.tree.structure(own) == jax.tree.structure(owners().init(moved))
   labels = lambda params: jax.tree_util.tree_map_with_path(
     lambda path, _: path[0].key, params
   )
-  each: Any = {"t": owners(), "deep": owners(), "w": tx}
-  for given in (labels, {"t": "t", "deep": "deep", "w": "w"}):
+  each: Any = {"t": owners(), "u": owners(), "w": tx}
+  for given in (labels, {"t": "t", "u": "u", "w": "w"}):
     made: Any = optax.partition(each, given).init(moved)
-    (rows,) = jax.tree.leaves(made.inner_states["deep"].inner_state.inner)
+    (rows,) = jax.tree.leaves(made.inner_states["u"].inner_state.inner)
     assert rows.shape[0] >= R
 
 
