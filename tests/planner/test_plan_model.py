@@ -274,7 +274,6 @@ def test_numbers_of_numpy_are_saved():
   ("wrong", "words"),
   [
     ({"rows": -1.0}, "`rows` of a Profile must be a number of rows"),
-    ({"rows": 0.02, "fullest": 0.02, "union": 0.3}, "not shares"),
     ({"union": np.nan}, "`union` of a Profile"),
     ({"union": 200}, "at least as many rows"),
     ({"devices": 0}, "`devices`, one or more"),

@@ -33,6 +33,7 @@ class Profile:
 
   `zenjax.planner.profile(state)` returns one for each parameter that is sent
   sparsely. Pass them as `profile=` to `planner.plan` and `planner.plan_tables`.
+  All are numbers of rows, not shares of the table. A mean may be below 1.
 
   Attributes:
     rows: Mean number of nonzero rows of a device.
@@ -66,11 +67,6 @@ class Profile:
           f"`{name}` of a Profile must be a number of rows, 0 or more, got"
           f" {value!r}. Count different rows, as `len(np.unique(ids))` does."
         )
-    if 0 < self.union < 0.5:
-      raise ValueError(
-        f"`union` of a Profile must count rows, got {self.union!r}. Give"
-        " numbers of rows, not shares."
-      )
     if self.devices < 1 or self.union < 0.999 * self.rows:
       raise ValueError(
         "A Profile must count `devices`, one or more, which together touch at"
