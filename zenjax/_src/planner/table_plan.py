@@ -22,6 +22,7 @@ from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import choice
+from zenjax._src.planner import plan_model
 from zenjax._src.planner import questions
 from zenjax._src.planner import table_forms
 from zenjax._src.planner import table_program
@@ -33,6 +34,7 @@ from zenjax._src.planner.table_forms import OF_ARRAYS
 from zenjax._src.planner.table_forms import OF_OWNERS
 from zenjax._src.planner.table_program import Program
 from zenjax._src.rows import leaf_util
+from zenjax._src.sync.plans import Plan
 
 # The default limit is this part of a device's memory: activations and the
 # compiler's buffers need the rest.
@@ -94,10 +96,12 @@ class TablePlan(checked_json.Document):
     seconds: Predicted time of all exchanges and updates of tables in a step.
     rest_bytes: Bytes that a device holds of all other parameters, with their
       gradients and state.
-    rest_seconds: Predicted time of all-reducing the gradients of these other
+    rest_seconds: Predicted time of exchanging the gradients of these other
       parameters, which is the same for all forms.
     limit_bytes: Limit on the memory of a device; None if none is known.
     clip_norm: Norm to which gradients are clipped; None for no clipping.
+    gradients: How the gradients of all other parameters are sent, if some of
+      them may be compressed; None if XLA sums them.
 
   Example:
     >>> import zenjax
@@ -117,6 +121,7 @@ class TablePlan(checked_json.Document):
   rest_seconds: float = 0.0
   limit_bytes: float | None = None
   clip_norm: float | None = None
+  gradients: Plan | None = None
 
   _VERSION: ClassVar[tuple[str, int]] = "zenjax_table_plan", 2
   _SOURCE: ClassVar[Source] = Source(
@@ -138,6 +143,12 @@ class TablePlan(checked_json.Document):
     machine = f" on {self.machine}" if self.machine else ""
     devices = math.prod(n for _, n in self.mesh)
     limit = self.limit_bytes
+    others = (
+      "all-reduce of other gradients, the same in every form:"
+      f" {text.ms(self.rest_seconds)} ms per step"
+    )
+    if self.gradients is not None:
+      others = f"other gradients: {self.gradients}"
     return "\n".join(
       [
         f"tables on {devices} devices ({axes}){machine}",
@@ -146,8 +157,7 @@ class TablePlan(checked_json.Document):
         f" gradients and buffers, {text.size(self.rest_bytes)} not for tables"
         + ("" if limit is None else f"; the limit is {text.size(limit)}"),
         f"exchanges and updates of tables: {text.ms(self.seconds)} ms per step",
-        "all-reduce of other gradients, the same in every form:"
-        f" {text.ms(self.rest_seconds)} ms per step",
+        others,
       ]
     )
 
@@ -165,6 +175,9 @@ class TablePlan(checked_json.Document):
         loss, grads = program.value_and_grad(loss_fn)(params, *batch)
         updates, opt_state = program.tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
+
+    If the plan may compress gradients, put the same three lines into a step for
+    `zenjax.data_parallel`, with the loss of one device's part of a batch.
 
     Args:
       params: The parameters, or a function without arguments that makes them.
@@ -198,7 +211,9 @@ class TablePlan(checked_json.Document):
         )
     form_of = {table.name: table.form for table in self.tables}
     axes = tuple(axis for axis, _ in self.mesh)
-    return table_program.set_up(form_of, axes, mesh, params, tx, self.clip_norm)
+    return table_program.set_up(
+      form_of, axes, mesh, params, tx, self.clip_norm, self.gradients
+    )
 
 
 def plan_tables(
@@ -213,6 +228,7 @@ def plan_tables(
   memory_bytes: float | None = None,
   forms: Mapping[str, str] | None = None,
   clip_norm: float | None = None,
+  allow: Any = (),
 ) -> TablePlan:
   """Chooses whether each table of a model is replicated or sharded.
 
@@ -232,6 +248,11 @@ def plan_tables(
   for example to clip by a norm, `"replicated-zero1"` and `"sharded"` are left
   out. Use `clip_norm` instead.
 
+  With `allow`, the gradients of dense layers may be compressed, as by
+  `zenjax.planner.plan`. Tables stay exact. Your step then runs inside
+  `zenjax.data_parallel`, where XLA places no tables, so `"replicated"` and
+  `"sharded-xla"` are left out, and with several axes `"sharded"`, too.
+
   Args:
     loss_fn: The loss, called on one device's part of a batch.
     params: Its first argument: arrays or shapes (`jax.ShapeDtypeStruct`).
@@ -249,6 +270,8 @@ def plan_tables(
     forms: Forms that you demand, by parameter name.
     clip_norm: Norm to which all gradients together are clipped before `tx`. All
       tables that are not `"replicated"` then have one form.
+    allow: What gradients of dense layers may lose: dtypes, such as `"int8"`, or
+      compressors, such as `zenjax.compress.ExDyna(0.01)`. Nothing by default.
 
   Returns:
     The plan. Print it, and call its `set_up`.
@@ -256,7 +279,8 @@ def plan_tables(
   Raises:
     TypeError: An argument has a wrong type.
     ValueError: The loss looks up no table, an argument is out of range or names
-      an unknown parameter, or a form is not possible or does not fit in memory.
+      an unknown parameter, a form is not possible or does not fit in memory, or
+      updates depend on a norm of all gradients, some of which are compressed.
 
   Example:
     >>> import jax
@@ -316,8 +340,26 @@ def plan_tables(
   for name, form in demanded.items():
     arguments.one_of(f"forms[{name!r}]", form, list(FORMS))
   optimizer = Optimizer(tx, params, clip_norm)
+  _, compressors = questions.losses(allow)
+  gradients = None
+  if compressors:
+    if optimizer.sums_all:
+      raise ValueError(
+        "`allow` must be left out if updates depend on a norm of all gradients,"
+        " by `clip_norm` or in `tx`, because compressed gradients are updated"
+        " apart from tables."
+      )
+    gradients = plan_model.answer(
+      dataclasses.replace(
+        question,
+        gradients=tuple(others),
+        compressors=compressors,
+        memory_bytes=None,
+      )
+    )
+  by_device = gradients is not None
   possible = [
-    _possible(table, question, optimizer, demanded.get(table.name))
+    _possible(table, question, optimizer, by_device, demanded.get(table.name))
     for table in tables
   ]
   allowed = [
@@ -325,6 +367,9 @@ def plan_tables(
     for name, costs in zip(names, possible)
   ]
   rest = optimizer.bytes_beside(names)
+  if gradients is not None:  # Each device keeps what it could not send.
+    sent = [leaf for leaf in gradients.leaves if leaf.compressor]
+    rest += sum(4 * math.prod(leaf.shape) for leaf in sent)
   limit = question.memory_bytes or math.inf
   choose = lambda limit: choice.choose(
     allowed,
@@ -368,7 +413,9 @@ def plan_tables(
       [costs[form] for costs, form in zip(possible, chosen)]
     ),
     rest_bytes=rest,
-    rest_seconds=choice.seconds(
+    rest_seconds=gradients.seconds
+    if gradients
+    else choice.seconds(
       [
         question.model.of_way(PMEAN, g.table, question.profile(g))
         for g in others
@@ -376,13 +423,25 @@ def plan_tables(
     ),
     limit_bytes=limit if math.isfinite(limit) else None,
     clip_norm=clip_norm,
+    gradients=gradients,
   )
 
 
 def _possible(
-  table: Gradient, question: Question, optimizer: Optimizer, form: str | None
+  table: Gradient,
+  question: Question,
+  optimizer: Optimizer,
+  by_device: bool,
+  form: str | None,
 ) -> dict[str, Prediction]:
   """Predicts the forms of a table that give the same training.
+
+  Args:
+    table: The gradient of the table.
+    question: The question.
+    optimizer: The optimizer.
+    by_device: Whether the step runs inside `data_parallel`.
+    form: The form that the user demands.
 
   Raises:
     ValueError: `form` is demanded, but is not one of them.
@@ -395,6 +454,10 @@ def _possible(
     refused |= {k: table_program.MOVES for k in OF_ARRAYS}
   if optimizer.sums:
     refused |= {k: table_program.SUMS for k in OF_OWNERS}
+  if by_device:
+    refused |= {k: table_program.BY_XLA for k in OF_ARRAYS}
+    if len(question.axes) > 1:
+      refused[table_forms.SHARDED] = table_program.COPIES
   possible = {k: x for k, x in costs.items() if k not in refused}
   if form is None or form in possible:
     return possible

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 import optax
 
+from zenjax._src.compress import all_reduce as compressed
 from zenjax._src.gradients import value_and_grad as row_gradients
 from zenjax._src.planner.optimizer_facts import Optimizer
 from zenjax._src.planner.table_forms import OF_ARRAYS
@@ -23,10 +24,15 @@ from zenjax._src.rows import lazy
 from zenjax._src.rows import leaf_util
 from zenjax._src.sync import sharded_optimizer as owners
 from zenjax._src.sync import zen_sync as syncing
+from zenjax._src.sync.plans import Plan
 from zenjax._src.tables import sharding
 from zenjax._src.tables.sharded_table import is_sharded
+from zenjax._src.training import placement
 
-# Why an optimizer cannot have some of the forms.
+# The transformation of parameters that are not tables, if they are compressed.
+_COMPRESSED = "compressed"
+
+# Why some forms are not possible.
 MOVES = (
   "`tx` may change rows that have no gradient, so an array of all rows would"
   " train differently"
@@ -35,19 +41,29 @@ SUMS = (
   "`tx` sums over all rows, but each device would see only some of them. To"
   " clip by a norm, give `clip_norm=`"
 )
+BY_XLA = (
+  "with `allow` the step runs inside `zenjax.data_parallel`, where XLA neither"
+  " places tables nor sums their gradients"
+)
+COPIES = (
+  "with `allow` the step runs inside `zenjax.data_parallel`, which takes no"
+  " copies of sharded tables along a second axis"
+)
 
 
 class Program(NamedTuple):
-  """The parts of a planned training step, for plain `jit`.
+  """The parts of a planned training step.
 
-  `TablePlan.set_up` makes it for a mesh.
+  `TablePlan.set_up` makes it for a mesh. The step runs in plain `jit`, with the
+  loss of the whole batch. If the plan may compress gradients, it runs inside
+  `zenjax.data_parallel`, with the loss of a device's part.
 
   Attributes:
     params: The parameters, with every table in its planned form.
     opt_state: The state of `tx`.
     tx: The optimizer. Apply its updates with `optax.apply_updates`.
-    value_and_grad: Use it in place of `jax.value_and_grad`. Write the loss for
-      the whole batch, and index tables as usual.
+    value_and_grad: Use it in place of `jax.value_and_grad`, and index tables as
+      usual.
 
   Example:
     >>> import jax
@@ -74,6 +90,7 @@ def set_up(
   params: Any,
   tx: optax.GradientTransformation,
   clip_norm: float | None,
+  gradients: Plan | None,
 ) -> Program:
   """Returns a program with tables in these forms.
 
@@ -84,15 +101,19 @@ def set_up(
     params: The parameters, or a function that makes them.
     tx: The optimizer, as it is written for one device.
     clip_norm: Norm to which gradients are clipped; None for no clipping.
+    gradients: How other gradients are compressed; None if they are not.
 
   Raises:
     ValueError: With this optimizer, the forms would train differently.
   """
   types = jax.eval_shape(params) if callable(params) else params
-  _check(form_of, Optimizer(tx, types, clip_norm))
+  _check(form_of, Optimizer(tx, types, clip_norm), gradients is not None)
   placed = _placed(params, form_of, axes, mesh)
-  made = _transformation(form_of, axes, mesh, tx, placed, clip_norm)
-  state = _state_placed(made.init(placed), placed, mesh)
+  made = _transformation(form_of, axes, mesh, tx, placed, clip_norm, gradients)
+  if gradients is None:
+    state = _state_placed(made.init(placed), placed, mesh)
+  else:
+    state = placement.init_state(made, placed, mesh, axes)
   both = jax.value_and_grad
   if not set(form_of.values()) <= set(OF_ARRAYS):
     both = functools.partial(
@@ -128,13 +149,15 @@ def _state_placed(state: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
   return jax.tree.map(place, state)
 
 
-def _check(form_of: Mapping[str, str], optimizer: Optimizer) -> None:
+def _check(
+  form_of: Mapping[str, str], optimizer: Optimizer, compresses: bool
+) -> None:
   moved = [
     name
     for name, form in form_of.items()
     if form in OF_ARRAYS and name not in optimizer.resting
   ]
-  carriers = _carriers(form_of)
+  carriers = _carriers(form_of) + compresses * [_COMPRESSED]
   why = ""
   # A program of arrays alone is the user's plain program: any `tx` is right.
   if moved and not set(form_of.values()) <= set(OF_ARRAYS):
@@ -198,14 +221,19 @@ def _transformation(
   tx: optax.GradientTransformation,
   params: Any,
   clip_norm: float | None,
+  gradients: Plan | None,
 ) -> optax.GradientTransformationExtraArgs:
   """Returns the transformation that updates all parameters."""
+  around = mesh if gradients is None else None
   by_owners = functools.partial(
-    owners.sharded_optimizer, tx, axes, mesh=mesh, clip_norm=clip_norm
+    owners.sharded_optimizer, tx, axes, mesh=around, clip_norm=clip_norm
   )
   if clip_norm is not None:
     tx = optax.chain(optax.clip_by_global_norm(clip_norm), tx)
   made = {}
+  if gradients is not None:
+    sync = compressed.all_reduce(gradients, axes)
+    made[_COMPRESSED] = optax.chain(sync, tx)
   for form in _carriers(form_of):
     in_form = lambda name, _, form=form: form_of.get(name) == form
     if form == SHARDED:
@@ -213,7 +241,7 @@ def _transformation(
     elif form == ZERO1:
       made[form] = by_owners(sparse=in_form)
     elif form == ROWS:
-      sync = syncing.zen_sync(axes, sparse=in_form, mesh=mesh)
+      sync = syncing.zen_sync(axes, sparse=in_form, mesh=around)
       made[form] = optax.chain(sync, lazy.lazy_rows(tx))
     else:
       made[form] = _kept_apart(tx, axes, mesh, in_form)
