@@ -158,13 +158,15 @@ def of_steps(found: dict) -> set[str]:
 
 
 def of_compiling(found: dict) -> set[str]:
-  """Seconds of `compile`, and times as long as with `pmean`."""
+  """Seconds of `compile`, times as long as with `pmean`, and steps in ms."""
   shown = set()
   for of in by_group(found).values():
     for x in of.values():
       longer = median(x) / median(of["pmean"])
       shown |= {f"{median(x):.1f}", f"{longer:.1f}"}
       shown |= {f"{x['facts']['core_s']:.0f} s", f"{median(x):.0f} s"}
+      if step_s := x["facts"].get("step_s"):
+        shown.add(f"{1e3 * step_s:.1f}")
   return shown
 
 
