@@ -49,15 +49,13 @@ def _module(torch: Any, params: Any) -> Any:
       super().__init__()
       self.bottom = mlp(params["bottom"]["layers"])
       self.top = mlp(params["top"]["layers"])
-      found = [x["embedding"] for x in params["tables"].values()]
-      self.tables = nn.ModuleList(
-        [nn.Embedding.from_pretrained(tensor(x), freeze=False) for x in found]
+      self.tables = nn.Embedding.from_pretrained(
+        tensor(params["tables"]["embedding"]), freeze=False
       )
 
-    def forward(self, numbers: Any, ids: Any) -> Any:
+    def forward(self, numbers: Any, rows: Any) -> Any:
       dense = torch.relu(self.bottom(numbers))
-      found = [table(ids[:, i]) for i, table in enumerate(self.tables)]
-      vectors = torch.stack([dense, *found], dim=1)
+      vectors = torch.cat([dense[:, None], self.tables(rows)], dim=1)
       dots = vectors @ vectors.transpose(1, 2)
       one, other = np.tril_indices(vectors.shape[1], -1)
       seen = torch.cat([dense, dots[:, one, other]], dim=1)
@@ -93,17 +91,19 @@ class Program:
     self._tx = torch.optim.Adagrad(
       module.parameters(), lr=CLICK_RATE, initial_accumulator_value=CLICK_START
     )
-    self._batches = [
-      [torch.from_numpy(np.array(x)) for x in model.part(b, host, hosts)]
-      for b in model.batches
-    ]
+    self._batches = []
+    for batch in model.batches:
+      labels, numbers, ids = model.part(batch, host, hosts)
+      (rows,) = model.ids(labels, numbers, ids)
+      parts = [np.array(x) for x in (labels, numbers, rows)]
+      self._batches.append(list(map(torch.from_numpy, parts)))
     self._turn = 0
     self.compile_s = time.perf_counter() - start
 
   def _step(self) -> Any:
-    labels, numbers, ids = self._batches[self._turn % len(self._batches)]
+    labels, numbers, rows = self._batches[self._turn % len(self._batches)]
     self._turn += 1
-    logits = self._module(numbers, ids.long())
+    logits = self._module(numbers, rows.long())
     of = self._torch.nn.functional.binary_cross_entropy_with_logits
     loss = of(logits, labels)
     self._tx.zero_grad()

@@ -209,13 +209,9 @@ def _dlrm(setting: Setting, hosts: int) -> Model:
     nnx.replace_by_pure_dict(state, params)
     return dlrm_model.log_loss(nnx.merge(graph, state), labels, numbers, ids)
 
-  # Tables of a few rows are leaves like others.
   tables = {k: jax.tree.map(lambda _: False, v) for k, v in params.items()}
-  large = []
-  for i, (name, table) in enumerate(params["tables"].items()):
-    is_large = len(table["embedding"]) >= hosts * _CLICKS
-    tables["tables"][name] = {"embedding": is_large}
-    large += [i] * is_large
+  tables["tables"]["embedding"] = True
+  first = np.cumsum(sizes) - sizes
   return Model(
     params=params,
     tables=tables,
@@ -226,7 +222,7 @@ def _dlrm(setting: Setting, hosts: int) -> Model:
       eps=CLICK_START * 1e-4,
     ),
     batches=[x.arrays for x in found],
-    ids=lambda labels, numbers, ids: [ids[:, i] for i in large],
+    ids=lambda labels, numbers, ids: [ids + first],
   )
 
 

@@ -4,6 +4,7 @@ Letters: B rows of a log, F = 26 categories, D width, R rows of a table.
 """
 
 from collections.abc import Sequence
+import itertools
 
 from flax import nnx
 import jax
@@ -20,7 +21,9 @@ _TOP = (128, 64)  # Hidden layers over what the interactions give.
 class Dlrm(nnx.Module):
   """Embeds the categories, pairs all embeddings, and weighs the pairs.
 
-  Tables are read by look-ups only, one row of each for a row of the log.
+  Tables are only looked up, one row of each for a row of the log. Their rows
+  follow each other in one parameter, which compiles faster than 26 and is
+  exchanged at once.
 
   Args:
     tables: The rows of each table.
@@ -30,14 +33,11 @@ class Dlrm(nnx.Module):
 
   def __init__(self, tables: Sequence[int], width: int, *, rngs: nnx.Rngs):
     self.bottom = Mlp((NUMBERS, *_BOTTOM, width), rngs=rngs)
-    self.tables = nnx.Dict(
-      {
-        f"c{column:02}": nnx.Embed(
-          rows, width, embedding_init=_uniform(rows), rngs=rngs
-        )
-        for column, rows in enumerate(tables, 1)
-      }
+    self.tables = nnx.Embed(
+      sum(tables), width, embedding_init=_uniform(tables), rngs=rngs
     )
+    ends = itertools.accumulate(tables)
+    self.first_rows = tuple(end - rows for end, rows in zip(ends, tables))
     vectors = 1 + len(tables)
     pairs = vectors * (vectors - 1) // 2
     self.top = Mlp((pairs + width, *_TOP, 1), rngs=rngs)
@@ -45,9 +45,9 @@ class Dlrm(nnx.Module):
   def __call__(self, numbers: jax.Array, ids: jax.Array) -> jax.Array:
     """Maps [B, 13] logarithms and [B, F] int32 ids to [B] logits of a click."""
     dense = nnx.relu(self.bottom(numbers))  # [B, D]
-    columns = zip(self.tables.values(), jnp.moveaxis(ids, 1, 0))
-    found = [table(of_rows) for table, of_rows in columns]
-    vectors = jnp.stack([dense, *found], axis=1)  # [B, 1 + F, D]
+    first = jnp.array(self.first_rows, ids.dtype)
+    found = self.tables(ids + first[None])  # [B, F, D]
+    vectors = jnp.concatenate([dense[:, None], found], axis=1)
     dots = vectors @ jnp.swapaxes(vectors, 1, 2)
     # Each pair once, and no vector with itself.
     one, other = np.tril_indices(vectors.shape[1], -1)
@@ -77,11 +77,12 @@ def log_loss(
   return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, labels))
 
 
-def _uniform(rows: int):
+def _uniform(tables: Sequence[int]):
   # As DLRM does it: larger tables start smaller.
-  bound = rows**-0.5
+  rows = np.array(tables)
 
   def init(key, shape, dtype=jnp.float32):
-    return jax.random.uniform(key, shape, dtype, -bound, bound)
+    bound = jnp.repeat(jnp.array(rows**-0.5, dtype), rows)[:, None]
+    return jax.random.uniform(key, shape, dtype, -1, 1) * bound
 
   return init

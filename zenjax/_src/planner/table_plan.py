@@ -34,6 +34,7 @@ from zenjax._src.planner.table_forms import OF_ARRAYS
 from zenjax._src.planner.table_forms import OF_OWNERS
 from zenjax._src.planner.table_program import Program
 from zenjax._src.rows import leaf_util
+from zenjax._src.sync import plans
 from zenjax._src.sync.plans import Plan
 
 # The default limit is this part of a device's memory: activations and the
@@ -143,12 +144,17 @@ class TablePlan(checked_json.Document):
     machine = f" on {self.machine}" if self.machine else ""
     devices = math.prod(n for _, n in self.mesh)
     limit = self.limit_bytes
-    others = (
+    others = [
       "all-reduce of other gradients, the same in every form:"
       f" {text.ms(self.rest_seconds)} ms per step"
-    )
+    ]
     if self.gradients is not None:
-      others = f"other gradients: {self.gradients}"
+      others = [
+        "other gradients, the same in every form:"
+        f" {text.ms(self.rest_seconds)} ms per step, with pmean alone"
+        f" {text.ms(self.gradients.dense_seconds)} ms",
+        *plans.lines_of(self.gradients.leaves),
+      ]
     return "\n".join(
       [
         f"tables on {devices} devices ({axes}){machine}",
@@ -157,7 +163,7 @@ class TablePlan(checked_json.Document):
         f" gradients and buffers, {text.size(self.rest_bytes)} not for tables"
         + ("" if limit is None else f"; the limit is {text.size(limit)}"),
         f"exchanges and updates of tables: {text.ms(self.seconds)} ms per step",
-        others,
+        *others,
       ]
     )
 

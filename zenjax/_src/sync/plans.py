@@ -1,6 +1,6 @@
 """Defines `Plan`, which says how every gradient of a model is synchronized."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 from typing import Annotated, Any, ClassVar, Literal
@@ -154,15 +154,7 @@ class Plan(checked_json.Document):
     axes = " x ".join(f"{name} {n}" for name, n in self.mesh)
     machine = f" on {self.machine}" if self.machine else ""
     lines = [f"plan for {self.devices} devices ({axes}){machine}"]
-    # Most leaves of most models have no choice.
-    shown = [x for x in self.leaves if x.reason or x.choice != "pmean"]
-    if shown:
-      lines += text.columns([_HEADINGS, *map(_line, shown)], last_left=True)
-    others = [x for x in self.leaves if x not in shown]
-    if others:
-      size = text.size(sum(leaf.wire_bytes for leaf in others))
-      what = f"{len(others)} other leaves" if others[1:] else others[0].name
-      lines.append(f"pmean, because nothing else fits: {what}, {size} received")
+    lines += lines_of(self.leaves)
     if self.dense_seconds:
       whole = "a step" if self.compute_seconds else "all exchanges"
       lines.append(
@@ -295,6 +287,20 @@ class Plan(checked_json.Document):
     ratio = _ratio(sum(seen), sum(planned))
     count = text.count(len(planned), "compressed gradient")
     return [f"{count}: {sizes}, ratio {ratio}"]
+
+
+def lines_of(leaves: Sequence[LeafPlan]) -> list[str]:
+  """Returns a table of leaves, and a line for the leaves without a choice."""
+  # Most leaves of most models have no choice.
+  lines, shown = [], [x for x in leaves if x.reason or x.choice != "pmean"]
+  if shown:
+    lines += text.columns([_HEADINGS, *map(_line, shown)], last_left=True)
+  others = [x for x in leaves if x not in shown]
+  if others:
+    size = text.size(sum(leaf.wire_bytes for leaf in others))
+    what = f"{len(others)} other leaves" if others[1:] else others[0].name
+    lines.append(f"pmean, because nothing else fits: {what}, {size} received")
+  return lines
 
 
 def require_tree(
