@@ -1,6 +1,6 @@
 """Chooses whether each table is replicated or sharded."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import math
 import os
@@ -346,23 +346,7 @@ def plan_tables(
   for name, form in demanded.items():
     arguments.one_of(f"forms[{name!r}]", form, list(FORMS))
   optimizer = Optimizer(tx, params, clip_norm)
-  _, compressors = questions.losses(allow)
-  gradients = None
-  if compressors:
-    if optimizer.sums_all:
-      raise ValueError(
-        "`allow` must be left out if updates depend on a norm of all gradients,"
-        " by `clip_norm` or in `tx`, because compressed gradients are updated"
-        " apart from tables."
-      )
-    gradients = plan_model.answer(
-      dataclasses.replace(
-        question,
-        gradients=tuple(others),
-        compressors=compressors,
-        memory_bytes=None,
-      )
-    )
+  gradients = _compressed(others, question, optimizer, allow)
   by_device = gradients is not None
   possible = [
     _possible(table, question, optimizer, by_device, demanded.get(table.name))
@@ -430,6 +414,32 @@ def plan_tables(
     limit_bytes=limit if math.isfinite(limit) else None,
     clip_norm=clip_norm,
     gradients=gradients,
+  )
+
+
+def _compressed(
+  gradients: Sequence[Gradient],
+  question: Question,
+  optimizer: Optimizer,
+  allow: Any,
+) -> Plan | None:
+  """Plans gradients that may be compressed; None if none of them may."""
+  _, compressors = questions.losses(allow)
+  if not compressors:
+    return None
+  if optimizer.sums_all:
+    raise ValueError(
+      "`allow` must be left out if updates depend on a norm of all gradients,"
+      " by `clip_norm` or in `tx`, because compressed gradients are updated"
+      " apart from tables."
+    )
+  return plan_model.answer(
+    dataclasses.replace(
+      question,
+      gradients=tuple(gradients),
+      compressors=compressors,
+      memory_bytes=None,
+    )
   )
 
 
