@@ -239,7 +239,7 @@ COMMANDS = (
     _names(
       "--variants",
       "ways to synchronize; by default all that apply: none pmean all_gather"
-      " zen zen-tuned zen-hash zen-columns",
+      " zen zen-tuned zen-columns",
     ),
     *(_FULL_SIZE, _batches(4), *_timed(15)),
   ),

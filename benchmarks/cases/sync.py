@@ -90,7 +90,6 @@ VARIANTS = (
   Variant("all_gather", _zen(scheme="all_gather")),
   Variant("zen", _zen()),
   Variant("zen-tuned", _zen(), tuned=True),
-  Variant("zen-hash", _zen(partition="hash")),
   Variant("zen-columns", _zen(partition="columns")),
 )
 

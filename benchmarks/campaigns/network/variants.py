@@ -22,7 +22,6 @@ _SCHEMES = (
 )
 _SPARSE: dict[str, dict[str, Any]] = {
   **{scheme: {"scheme": scheme} for scheme in _SCHEMES},
-  "zen-hash": {"scheme": "zen", "partition": "hash"},
   "zen-columns": {"scheme": "zen", "partition": "columns"},
 }
 
