@@ -149,7 +149,7 @@ def all_reduce(
       if leaf.compressor:
         key = leaf.group, leaf.compressor
         exchanges.setdefault(key, set()).add(leaf.name)
-    # What is outermost in the chain is summed first.
+    # The outermost transformation sums first.
     for number, key in reversed([*enumerate(sorted(exchanges))]):
       _, name = key
       tx = all_reduce(
@@ -420,7 +420,7 @@ def _facts(state: CompressState) -> dict[str, str]:
 def _summed(
   tree: Any, state: CompressState, settings: _Settings, mean: bool
 ) -> tuple[Any, CompressState]:
-  """Sums the leaves of one device with those of all others."""
+  """Sums leaves over devices."""
   options, compressor = settings.options, settings.compressor
   context = dataclasses.replace(gradient_tree.context_of(options), mean=mean)
   leaves = dict(gradient_tree.local_leaves(tree, context))
@@ -552,7 +552,7 @@ def _narrow(x: jax.Array) -> jax.Array:
 def _bytes(
   leaves: Sequence[Any], compressor: Compressor, context: Context
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the bytes that a device receives, and those of an all-reduce."""
+  """Returns the bytes that a device receives, here and in an all-reduce."""
   if not leaves:
     return jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
   messages = compressor.messages([x.shape for x in leaves], context)

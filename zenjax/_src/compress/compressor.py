@@ -160,7 +160,7 @@ class Codec(Compressor):
     words = self.encode(context.scaled(total), pull)
     times = jnp.float32(context.devices if context.mean else 1)
     lost = left(total, self.decode(words) * times)
-    # Of its blocks a device has summed as many as its rank says.
+    # A device has summed the part whose number is its rank.
     kept = _added(kept, lost, lax.axis_index(across))
     if within:
       rank = lax.axis_index(within)

@@ -38,7 +38,7 @@ class Even:
 
   @property
   def unit(self) -> str:
-    """What lengths count; another one in each vector."""
+    """The unit of lengths, in words. It names the size of the vector."""
     return f"of {self.size} elements"
 
   @property

@@ -150,7 +150,7 @@ def _orthonormal(p: jax.Array) -> jax.Array:
 
   A column that depends on those before it becomes zero: rounding errors are all
   that is left of it. `jnp.linalg.qr` calls a solver on GPUs, whose latency
-  exceeds that of the exchange.
+  exceeds the latency of the exchange.
   """
   p = _of_size_one(p)
   columns: list[jax.Array] = []

@@ -46,7 +46,7 @@ def paper(threshold: jax.Array, count: jax.Array, k: int) -> jax.Array:
 
 
 class Bar(NamedTuple):
-  """What a step selects by; equal on all devices."""
+  """The threshold of a step, equal on all devices."""
 
   bar: jax.Array  # [] float32, the least magnitude to select
   part: jax.Array  # [] float32, of what reaches it

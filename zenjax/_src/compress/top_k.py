@@ -282,7 +282,7 @@ class RandomK(Sparsifier):
       start += length
     index = jnp.concatenate(chosen)
     values = indexing.take(x, index)
-    # Of a NaN or Inf anywhere, this element tells.
+    # If any element is NaN or Inf, this element becomes NaN.
     bad = ~jnp.all(lax.is_finite(x))
     values = values.at[0].set(jnp.where(bad, jnp.nan, values[0]))
     sums = context.scaled(collectives.psum(values, context.axes))

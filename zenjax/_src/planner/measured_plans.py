@@ -30,8 +30,7 @@ def measure_plans(
     repeats: How often each step is timed, after one step that isn't.
 
   Returns:
-    The median seconds of a step for each plan; of several processes, those of
-    the slowest.
+    The median seconds of a step for each plan, of the slowest process.
 
   Raises:
     ValueError: `repeats` is not a positive integer.

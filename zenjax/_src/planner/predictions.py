@@ -22,7 +22,8 @@ _PASSES = 8
 def every_way(question: Question) -> list[dict[Way, Prediction]]:
   """Predicts every way of every gradient.
 
-  Gradients of tables may be sent by rows, and those of dense layers compressed.
+  Gradients of tables may be sent by rows. Gradients of dense layers may be
+  compressed.
   Small ones have one way.
   """
   predicted = []

@@ -131,7 +131,7 @@ def check_step(
   examples in reverse order. A program whose result depends on that order, such
   as one with dropout, cannot be compared. With compressors, `local_steps`,
   `delayed` and `per_device`, only copies on different devices are compared,
-  because many devices don't train what one does. Statistics, such as those of
+  because many devices don't train what one does. Statistics, such as those in
   batch norm, are compared only if they are in `params`.
 
   Args:
@@ -426,7 +426,7 @@ def _measured(name: str, many: _Run, one: _Run, reverse: _Run) -> _Measure:
   initial = one.initial.get(name, np.zeros_like(single)).astype(np.float64)
   change, difference = _distance(single, initial), _distance(mesh, single)
   noise = _distance(turned, single)  # By the order of examples.
-  # What is NaN or Inf on one device says nothing about the other elements.
+  # An element that is NaN or Inf on one device says nothing about the others.
   change, noise = (np.where(np.isfinite(x), x, 0.0) for x in (change, noise))
   largest = lambda x: float(x.max(initial=0.0))
   norm = lambda x: float(np.sqrt(np.sum(x * x)))

@@ -29,7 +29,7 @@ class DenseInside(Zen):
   2025): within a machine, links are so fast that finding and packing rows costs
   more than it saves. Letters: `m` devices along the fastest axis, `h` groups of
   them; `R` rows of `D` elements of `size` bytes; `u` the density of the sum of
-  a machine, and `dn` that of all.
+  a machine, and `dn` the density of the sum of all.
 
   Each device sums `D / m` columns of all rows by a `reduce_scatter`. Devices
   with the same columns then exchange the rows that any device of their machine

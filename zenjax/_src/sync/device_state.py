@@ -37,7 +37,7 @@ class PerDeviceState(NamedTuple):
     """Converts a state in host memory to another number of devices.
 
     The mean of floating leaves over devices stays the same. Other leaves, such
-    as step counts, are those of the first device.
+    as step counts, are taken from the first device.
     """
     return jax.tree.map(lambda x: spread(x, devices), self)
 

@@ -34,8 +34,8 @@ class LeafPlan:
     dtype: Name of its dtype.
     scheme: `"dense"` for pmean, or a sparse scheme of `zen_sync`.
     group: Leaves of one scheme or compressor and one number share an exchange.
-      Of compressed leaves, it is the part of the backward pass after which they
-      are sent, from 0 on.
+      For compressed leaves, it is the part of the backward pass after which
+      they are sent, from 0 on.
     column_groups: Column groups of `"zen"`: 1 for hashed rows, as many as
       devices for columns.
     wire_dtype: Name of the dtype in which rows are sent; None for their own.

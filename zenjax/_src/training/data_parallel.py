@@ -42,7 +42,7 @@ def data_parallel(
   batch, and `zen_sync` averages them, so you need neither `unreduced` nor a
   `pmean` of the loss.
 
-  Inside the step, losses, norms, batch norm and in-batch negatives are those of
+  Inside the step, losses, norms, batch norm and in-batch negatives belong to
   one device. `zenjax.global_norm(grads, axis_name)` and `zenjax.weighted_mean`
   give numbers of the whole batch. A step that synchronizes nothing is refused,
   but other mistakes are not seen: run `zenjax.check_step` once.

@@ -20,7 +20,7 @@ def global_norm(updates: Any, axis_name: AxisName | None = None) -> jax.Array:
   Use it in place of `optax.global_norm`: rows of the same index are added up
   before they are squared.
 
-  In a per-device step, gradients are those of one device, and so is their norm.
+  In a per-device step, gradients belong to one device, and so does their norm.
   With `axis_name` they are averaged over devices first. This sends all
   gradients once more, as `zen_sync` does with its default options. In plain
   `jit`, XLA also sends all rows of row gradients, to add up repeated ones.
@@ -121,7 +121,7 @@ def weighted_mean(
   # Counts are exact as integers.
   exact = weights.astype(jnp.int32) if weights.dtype == bool else scales
   weight = jnp.sum(exact)
-  # Gradients are those of one device, so sums over devices are constants.
+  # Each device has its own gradient, so sums over devices are constants.
   total, whole = (
     lax.psum(lax.stop_gradient(x), axes) for x in (weight, weighted)
   )
