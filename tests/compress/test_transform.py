@@ -520,6 +520,19 @@ def test_a_plan_of_another_model_or_mesh_is_refused():
   run = lambda g: tx.update(g, tx.init(g))[0]
   with pytest.raises(ValueError, match="made for {'data': 4}"):
     jax.vmap(run, axis_name="data")(grads)
+  # A part of the gradients, as `optax.masked` gives them.
+  some = {name: grads[name][0] for name in list(LAYERS)[:1]}
+  with pytest.raises(ValueError, match="must not leave some of them out"):
+    jax.vmap(tx.init, axis_name="data", in_axes=None, axis_size=4)(some)
+
+
+def test_options_are_checked_if_a_plan_compresses_nothing():
+  nothing = planned("lossless")
+  assert not any(leaf.compressor for leaf in nothing.leaves)
+  for name, value in {"momentum": 7, "dense_steps": -3, "seed": -1}.items():
+    wrong: dict[str, Any] = {name: value}
+    with pytest.raises(ValueError, match=f"`{name}`"):
+      compress.all_reduce(nothing, "data", **wrong)
 
 
 def test_one_device_receives_nothing():

@@ -277,8 +277,10 @@ def test_numbers_of_numpy_are_saved():
     ({"union": np.nan}, "`union` of a Profile"),
     ({"union": 200}, "at least as many rows"),
     ({"devices": 0}, "`devices`, one or more"),
+    ({"devices": "8"}, "`devices` of a Profile must be an integer"),
+    ({"devices": np.nan}, "`devices` of a Profile must be an integer"),
   ],
 )
 def test_counts_that_cannot_be(wrong, words):
-  with pytest.raises(ValueError, match=words):
+  with pytest.raises((ValueError, TypeError), match=words):
     Profile(**dict(rows=300, fullest=300, union=900, devices=8) | wrong)

@@ -411,10 +411,14 @@ def test_a_norm_of_all_gradients_has_one_transformation():
     plan(clip_norm=0.5, forms=forms)
   with pytest.raises(ValueError, match="see only some of them.*clip_norm"):
     plan(OPTIMIZERS["clipped"], forms={"a": SHARDED})
-  made = dataclasses.replace(plan(forms=forms), mesh=(("chip", N),))
-  mesh, _ = mesh_of(N)
-  with pytest.raises(ValueError, match="it sums over all gradients"):
-    made.set_up(first_params, OPTIMIZERS["clipped"], mesh)
+  mesh, axes = mesh_of(N)
+  for chosen, words in (
+    ({"b": SHARDED}, "see only some of them.*clip_norm"),
+    ({"b": XLA}, "it sums over all gradients"),
+  ):
+    made = plan(axis_name=axes, forms={"a": ROWS, "c": ROWS} | chosen)
+    with pytest.raises(ValueError, match=words):
+      made.set_up(first_params, OPTIMIZERS["clipped"], mesh)
 
 
 def test_gradients_that_are_not_of_tables_cost_what_pmean_costs():
@@ -433,6 +437,25 @@ def test_gradients_that_are_not_of_tables_cost_what_pmean_costs():
   )
   assert made.rest_seconds == every.by_name["out"].dense_seconds > 0
   assert f"every form: {1e3 * made.rest_seconds:.3g} ms" in str(made)
+
+
+def test_many_tables_of_one_width_are_to_be_joined():
+  shape = jax.ShapeDtypeStruct
+  params = {f"t{i}": shape((9000 + i, 8), jnp.float32) for i in range(5)}
+  look_up = lambda params, ids: sum(x[ids].sum() for x in params.values())
+
+  def made(form: str):
+    return plan_tables(
+      look_up,
+      params,
+      shape((64,), jnp.int32),
+      tx=optax.adagrad(0.1),
+      topology=HOSTS,
+      forms=dict.fromkeys(params, form),
+    )
+
+  assert "5 sharded tables have 8 columns" in str(made(SHARDED))
+  assert "joined" not in str(made(ROWS))
 
 
 def test_text_and_json():
@@ -460,6 +483,25 @@ def test_refusals():
   for form in ("split", None):
     with pytest.raises(ValueError, match="'a'.* must be one of 'replicated'"):
       plan(forms={"a": form})
+  # What synchronizes is added by the plan, and tables are sharded by it.
+  synced = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))
+  with pytest.raises(ValueError, match="`tx` must be the optimizer as for one"):
+    plan(synced)
+  with pytest.raises(ValueError, match="`tx` must not be `optax.MultiSteps`"):
+    plan(optax.MultiSteps(optax.sgd(0.1), 2))
+  sharded = zenjax.tables.shard(first_params(), mesh, "chip")
+  with pytest.raises(ValueError, match="'a' is sharded already"):
+    made.set_up(sharded, optax.adagrad(0.1), mesh)
+  with pytest.raises(TypeError, match="'a' is a shape"):
+    made.set_up(jax.eval_shape(first_params), optax.adagrad(0.1), mesh)
+  swapped: Any = ((optax.adam, mesh), (optax.adagrad(0.1), None))
+  for tx, on in swapped:
+    with pytest.raises(TypeError, match="`(tx|mesh)` must be"):
+      made.set_up(first_params, tx, on)
+  with pytest.raises(ValueError, match="update a row by that row alone.*'a'"):
+    plan(optax.lamb(0.1))
+  with pytest.raises(ValueError, match="`form` must be one of 'replicated'"):
+    zenjax.planner.TableForm(name="a", shape=(9, 9), dtype="f", form="shard")
   wrong: dict[str, Any] = {"forms": "sharded", "tx": "adam", "clip_norm": "1"}
   for name, value in wrong.items():
     with pytest.raises(TypeError, match=f"`{name}` must"):
@@ -467,6 +509,8 @@ def test_refusals():
   for norm in (-1.0, np.nan):
     with pytest.raises(ValueError, match="`clip_norm` must be positive"):
       plan(clip_norm=norm)
+  kept = plan(clip_norm=np.float32(0.5))
+  assert zenjax.planner.TablePlan.from_json(kept.to_json()) == kept
   with pytest.raises(ValueError, match="`loss_fn` must use a parameter only"):
     plan_tables(
       lambda p: (p["t"] ** 2).sum(),

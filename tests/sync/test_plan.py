@@ -179,7 +179,7 @@ def _synced(plan, params=PARAMS, n=N):
     ),
     (
       lambda: _synced(PLAN, PARAMS | {"x": jnp.zeros(3)}),
-      ["'x' is none there", "zenjax.planner.plan"],
+      ["'x' is none there", "Make a new plan"],
     ),
     (
       lambda: _synced(PLAN, PARAMS | {"w": jnp.zeros((8, 4))}),

@@ -27,6 +27,37 @@ def test_reshard_to_a_mesh_without_the_axis():
   names(error, "`axis_name`", "batch", "data")
 
 
+def test_axes_of_init_state_that_are_not_those_of_the_transformation():
+  tx = zenjax.compress.all_reduce(
+    zenjax.compress.LowBit(8), ("host", "data"), leaves=True
+  )
+  mesh = jax.make_mesh((1, N), ("host", "data"))
+  with pytest.raises(ValueError) as error:
+    zenjax.init_state(tx, jnp.zeros((40, 4)), mesh, "data")
+  names(error, "`axis_name` of init_state", "('data',)", "('host', 'data')")
+
+
+@pytest.mark.parametrize(
+  ("tx", "mesh", "words"),
+  [
+    (jnp.zeros(3), runners.mesh(N), "`tx`"),
+    (optax.sgd(0.1), None, "`mesh`"),
+  ],
+)
+def test_arguments_of_init_state_in_another_order(tx, mesh, words):
+  with pytest.raises(TypeError, match=words):
+    zenjax.init_state(tx, jnp.zeros((40, 4)), mesh, "data")
+
+
+def test_init_state_of_saved_tables():
+  mesh = runners.mesh(N)
+  table = zenjax.tables.shard(jnp.zeros((4096, 8)), mesh, "data")
+  saved = zenjax.to_checkpoint(table)
+  tx = zenjax.sharded_optimizer(optax.sgd(0.1), "data")
+  with pytest.raises(ValueError, match="zenjax.from_checkpoint"):
+    zenjax.init_state(tx, saved, mesh, "data")
+
+
 def test_multisteps_of_a_scalar():
   """Gradients accumulated per device need a dimension to be split along."""
   tx = optax.MultiSteps(optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1)), 2)

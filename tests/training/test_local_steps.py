@@ -230,26 +230,21 @@ def test_the_pseudo_gradient_has_the_dtype_of_parameters():
   assert loss.shape == (2,)
 
 
-def test_an_inner_optimizer_without_arrays_takes_any_state():
-  local = local_of(inner=optax.sgd(0.1))
-  init: Any = optax.sgd(0.1).init(W)
-  run = lambda b: local(W, init, b)[1].value
-  data = models.problem(1, 2, 2).one(0)
-  state = jax.eval_shape(jax.vmap(run, axis_name="data"), data)
-  assert state == init
-
-
 def local_of(every: Any = 2, inner=None):
   return pieces(inner or optax.adam(0.1), optax.sgd(1.0), every)[0]
 
 
-def in_vmap(local, batches, params=W):
-  run = lambda b: local(params, local.init(params), b)
+def in_vmap(local, batches, params=W, state: Any = None):
+  run = lambda b: local(params, state or local.init(params), b)
   return jax.eval_shape(jax.vmap(run, axis_name="data"), batches)
 
 
 def sharded(shape=(4096, 8)):
   return zenjax.tables.shard(jnp.zeros(shape), runners.mesh(2), "data")
+
+
+def _any(x: Any) -> Any:
+  return x
 
 
 REFUSED = {
@@ -275,6 +270,20 @@ REFUSED = {
     ),
     NameError,
     ("plain jit", "zenjax.data_parallel"),
+  ),
+  "a state of the inner optimizer": (
+    lambda: in_vmap(
+      local_of(inner=optax.sgd(0.1)),
+      models.problem(1, 2, 2).one(0),
+      state=optax.sgd(0.1).init(W),
+    ),
+    TypeError,
+    ("`inner_state`", "zenjax.init_state(local, params, mesh, ('data',))"),
+  ),
+  "no optimizer": (
+    lambda: zenjax.local_steps(_any(abs), _any(optax.sgd), 2, "data"),
+    TypeError,
+    ("`inner` must be an optax optimizer",),
   ),
   "an inner exchange": (
     lambda: in_vmap(

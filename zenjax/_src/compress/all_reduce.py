@@ -135,6 +135,8 @@ def all_reduce(
     Huang and Kwok, [Communication-Efficient Distributed Blockwise Momentum SGD
     with Error-Feedback](https://arxiv.org/abs/1905.10936), NeurIPS 2019.
   """
+  _check(error_feedback, momentum, nesterov, dense_steps)
+  seed = arguments.hash_seed(seed, "seed")
   if isinstance(compressor, Plan):
     if leaves is not None or others is not None:
       raise ValueError(
@@ -163,28 +165,14 @@ def all_reduce(
         nesterov=nesterov,
         dense_steps=dense_steps,
         # Equal leaves of two exchanges must not be rounded alike.
-        seed=(seed + number) % 2**32 if isinstance(seed, int) else seed,
+        seed=(seed + number) % 2**32,
       )
     return _checked(tx, compressor, arguments.axes(axis_name))
   if not isinstance(compressor, Compressor):
     raise TypeError(
       "`compressor` must be one of `zenjax.compress`, such as"
-      f" `zenjax.compress.LowBit(bits=8)`, got {compressor!r}."
-    )
-  if isinstance(dense_steps, bool) or not isinstance(dense_steps, int):
-    raise TypeError(f"`dense_steps` must be an integer, got {dense_steps!r}.")
-  if not isinstance(error_feedback, bool | None):
-    raise TypeError(f"`error_feedback` must be a bool, got {error_feedback!r}.")
-  if dense_steps < 0:
-    raise ValueError(f"`dense_steps` must not be negative, got {dense_steps}.")
-  if momentum is None and nesterov:
-    raise ValueError("`nesterov` needs a `momentum`. Give momentum=0.9 too.")
-  if momentum is not None and (
-    not 0 <= arguments.number("momentum", momentum) < 1
-  ):
-    raise ValueError(
-      f"`momentum` must be in [0, 1), got {momentum!r}. Give 0.9, or None for"
-      " no momentum."
+      f" `zenjax.compress.LowBit(bits=8)`, got {compressor!r:.60}. A plan of"
+      " `plan_tables` compresses by its own `set_up`."
     )
   feedback = (
     compressor.error_feedback if error_feedback is None else error_feedback
@@ -203,12 +191,33 @@ def all_reduce(
     momentum=momentum,
     nesterov=nesterov,
     dense_steps=dense_steps,
-    seed=arguments.hash_seed(seed, "seed"),
+    seed=seed,
   )
   if others is None:
     sync = zen_sync.zen_sync(axis_name, op=op)
     others = _rest(sync, axis_name, momentum, nesterov)
   return _transformation(settings, optax.with_extra_args_support(others))
+
+
+def _check(
+  error_feedback: Any, momentum: Any, nesterov: bool, dense_steps: Any
+) -> None:
+  """Raises an error for options of `all_reduce` that are out of range."""
+  if isinstance(dense_steps, bool) or not isinstance(dense_steps, int):
+    raise TypeError(f"`dense_steps` must be an integer, got {dense_steps!r}.")
+  if not isinstance(error_feedback, bool | None):
+    raise TypeError(f"`error_feedback` must be a bool, got {error_feedback!r}.")
+  if dense_steps < 0:
+    raise ValueError(f"`dense_steps` must not be negative, got {dense_steps}.")
+  if momentum is None and nesterov:
+    raise ValueError("`nesterov` needs a `momentum`. Give momentum=0.9 too.")
+  if momentum is not None and (
+    not 0 <= arguments.number("momentum", momentum) < 1
+  ):
+    raise ValueError(
+      f"`momentum` must be in [0, 1), got {momentum!r}. Give 0.9, or None for"
+      " no momentum."
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,7 +330,8 @@ def _rest(
       if is_rows(leaf) and momentum is not None:
         raise TypeError(
           f"`momentum` of {_BY} is for arrays, but leaf {name!r} is SparseRows."
-          " Give it an optimizer of its own by `optax.partition`."
+          " Take all gradients with `jax.value_and_grad`, or give that table an"
+          " optimizer of its own by `optax.partition`."
         )
     if collectives.mesh_around(
       axes, updates, None

@@ -192,7 +192,7 @@ class _Partitioned(Sparsifier):
     if k == 0:
       raise ValueError(
         f"`density` {self.density} selects none of {size} elements. Give"
-        f" {1 / max(size, 1):.3g} or more."
+        f" {min(1.01 / max(size, 1), 1):.3g} or more."
       )
     division = type(self)._division(size, n)
     capacity = self.capacity or max(int(_SLACK * k / n) + 1, _FEWEST)

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 import numbers
 from typing import Any, Literal, NamedTuple
 
+import jax
+from jax import core
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from zenjax._src.core.collectives import Axes
 
@@ -66,6 +69,10 @@ def mesh_axes(
   axis_name: AxisName, mesh: Any, argument: str = "axis_name"
 ) -> Axes:
   """Returns `axis_name` as a tuple of axes of `mesh`."""
+  if not hasattr(mesh, "axis_names"):
+    raise TypeError(
+      f"`mesh` must be a jax.sharding.Mesh, got {type(mesh).__name__}."
+    )
   wanted = axes(axis_name, argument)
   unknown = [axis for axis in wanted if axis not in mesh.axis_names]
   if unknown:
@@ -100,9 +107,22 @@ def hash_seed(value: Any, name: str = "hash_seed") -> int:
 
 def number(name: str, value: Any) -> float:
   """Returns the value as a float; raises `TypeError` if it is not a number."""
-  if not isinstance(value, numbers.Real):
+  is_scalar = isinstance(value, jax.Array | np.ndarray) and not value.shape
+  if isinstance(value, bool | core.Tracer) or not (
+    is_scalar or isinstance(value, numbers.Real)
+  ):
     raise TypeError(f"`{name}` must be a number, got {value!r}.")
   return float(value)
+
+
+def optimizer(name: str, tx: Any) -> optax.GradientTransformation:
+  """Returns the value; raises `TypeError` if it is no optax optimizer."""
+  if not (hasattr(tx, "init") and hasattr(tx, "update")):
+    raise TypeError(
+      f"`{name}` must be an optax optimizer, such as `optax.adagrad(0.1)`, got"
+      f" {tx!r:.60}."
+    )
+  return tx
 
 
 def floating(name: str, dtype: Any, others: str = "") -> jnp.dtype | None:

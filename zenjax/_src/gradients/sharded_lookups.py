@@ -34,8 +34,8 @@ def apply(fun: Callable[..., Any]) -> Callable[..., Any]:
   """Runs a function of sharded tables without gradients.
 
   Use it for evaluation and serving. Write `fun` as if tables were arrays. It
-  may only look up rows of them, which are fetched from the devices that own
-  them.
+  may only look up whole rows of them, and not inside `lax.cond`, `lax.switch`
+  or `lax.while_loop`. Rows are fetched from the devices that own them.
 
   Args:
     fun: A function of pytrees, with tables from `zenjax.tables.shard`.

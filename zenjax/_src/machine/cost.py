@@ -67,6 +67,11 @@ class Profile:
           f"`{name}` of a Profile must be a number of rows, 0 or more, got"
           f" {value!r}. Count different rows, as `len(np.unique(ids))` does."
         )
+    if not arguments.is_integer(self.devices):
+      raise TypeError(
+        "`devices` of a Profile must be an integer, got"
+        f" {self.devices!r}. Give for example `mesh.size`."
+      )
     if self.devices < 1 or self.union < 0.999 * self.rows:
       raise ValueError(
         "A Profile must count `devices`, one or more, which together touch at"

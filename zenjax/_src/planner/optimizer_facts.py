@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zenjax._src.rows import lazy
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows import row_analysis
+from zenjax._src.sync import sync_state
 
 
 class Optimizer:
@@ -21,6 +23,10 @@ class Optimizer:
     sums_all: True if updates depend on sums over all gradients, either in `tx`
       or by `clip_norm`.
     resting: Names of the tables whose rows do not change without a gradient.
+    mixing: Why rows of a table cannot be updated by themselves, by name.
+
+  Raises:
+    ValueError: `tx` synchronizes or accumulates gradients.
   """
 
   def __init__(
@@ -38,11 +44,20 @@ class Optimizer:
       i for i, (_, x) in enumerate(self._named) if x.ndim == 2 and is_float(x)
     ]
     state = jax.eval_shape(self._tx.init, types)
+    lazy.require_no_accumulation(state, "tx")
+    if sync_state.nodes(state, sync_state.ZenSyncState):
+      raise ValueError(
+        "`tx` must be the optimizer as for one device, but it synchronizes"
+        " gradients. Leave zen_sync, lazy_rows and sharded_optimizer out: the"
+        " plan adds them."
+      )
     rows = dict.fromkeys(tables, 2)
     analysis = row_analysis.analysis_of(self._tx, types, state, types, {}, rows)
     self.sums = analysis.wants_more or analysis.sums is not None
     self.sums_all = self.sums or clip_norm is not None
-    self.resting = {self._named[i][0] for i in analysis.rests}
+    name_of = lambda i: self._named[i][0]
+    self.resting = {name_of(i) for i in analysis.rests}
+    self.mixing = {name_of(i): why for i, why in analysis.refusals.items()}
 
   def state_row(self, name: str) -> float:
     """Returns bytes of the optimizer state for one row of a table."""

@@ -1,5 +1,6 @@
 """Chooses whether each table is replicated or sharded."""
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import math
@@ -32,10 +33,12 @@ from zenjax._src.planner.questions import Question
 from zenjax._src.planner.table_forms import FORMS
 from zenjax._src.planner.table_forms import OF_ARRAYS
 from zenjax._src.planner.table_forms import OF_OWNERS
+from zenjax._src.planner.table_forms import SHARDED
 from zenjax._src.planner.table_program import Program
 from zenjax._src.rows import leaf_util
 from zenjax._src.sync import plans
 from zenjax._src.sync.plans import Plan
+from zenjax._src.tables.sharded_table import is_sharded
 
 # The default limit is this part of a device's memory: activations and the
 # compiler's buffers need the rest.
@@ -43,6 +46,8 @@ _USABLE = 0.75
 # Each further form is a further exchange, so it must reduce the time of a step
 # to less than this part.
 _WORTH = 0.9
+# So many sharded tables of one width should be joined.
+_MANY = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +86,9 @@ class TableForm:
   memory_bytes: float = 0.0
   others: tuple[tuple[str, float, float, float], ...] = ()
   reason: str = ""
+
+  def __post_init__(self):
+    arguments.one_of("form", self.form, list(FORMS))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +163,15 @@ class TablePlan(checked_json.Document):
         f" {text.ms(self.gradients.dense_seconds)} ms",
         *plans.lines_of(self.gradients.leaves),
       ]
+    widths = collections.Counter(
+      table.shape[-1] for table in self.tables if table.form == SHARDED
+    )
+    notes = [
+      f"{n} sharded tables have {width} columns: joined to one, as the guide"
+      ' "Many tables of one width" shows, they compile much faster'
+      for width, n in widths.items()
+      if n >= _MANY
+    ]
     return "\n".join(
       [
         f"tables on {devices} devices ({axes}){machine}",
@@ -162,8 +179,10 @@ class TablePlan(checked_json.Document):
         f"a device holds {text.size(self.memory_bytes)} of parameters, state,"
         f" gradients and buffers, {text.size(self.rest_bytes)} not for tables"
         + ("" if limit is None else f"; the limit is {text.size(limit)}"),
-        f"exchanges and updates of tables: {text.ms(self.seconds)} ms per step",
+        "exchanges and updates of all tables, which share latency:"
+        f" {text.ms(self.seconds)} ms per step",
         *others,
+        *notes,
       ]
     )
 
@@ -200,21 +219,27 @@ class TablePlan(checked_json.Document):
       ValueError: The plan was made for other parameters or another mesh, or
         with this `tx` its forms would train differently.
     """
+    arguments.optimizer("tx", tx)
+    if not isinstance(mesh, jax.sharding.Mesh):
+      raise TypeError(
+        f"`mesh` must be a jax.sharding.Mesh, got {type(mesh).__name__}."
+      )
+    _require_arrays(params)
     sizes = tuple((axis, mesh.shape.get(axis, 0)) for axis, _ in self.mesh)
     if sizes != self.mesh:
       raise ValueError(
         f"`mesh` must have the axes of the plan, {dict(self.mesh)}, got"
         f" {dict(mesh.shape)}. Use such a mesh, or make a new plan."
       )
-    types = jax.eval_shape(params) if callable(params) else params
-    shapes = leaf_util.shapes(leaf_util.named_leaves(types))
-    for table in self.tables:
-      if shapes.get(table.name) != (table.shape, table.dtype):
-        raise ValueError(
-          f"`params` must be as in the plan, where table {table.name!r} is"
-          f" {table.dtype}{list(table.shape)}, got {shapes.get(table.name)}."
-          " Make a new plan for other parameters."
-        )
+    make = params if callable(params) else lambda: params
+    types = jax.eval_shape(make)
+    planned = {x.name: (x.shape, x.dtype) for x in self.tables}
+    if self.gradients is not None:
+      planned |= {x.name: (x.shape, x.dtype) for x in self.gradients.leaves}
+    got = leaf_util.shapes(leaf_util.named_leaves(types))
+    if self.gradients is None:  # Only tables are known.
+      got = {name: x for name, x in got.items() if name in planned}
+    plans.require_same(planned, got, "`params` must be as in the plan")
     form_of = {table.name: table.form for table in self.tables}
     axes = tuple(axis for axis, _ in self.mesh)
     return table_program.set_up(
@@ -315,10 +340,15 @@ def plan_tables(
       "`forms` must map parameter names to forms, got"
       f" {forms!r}. Give for example {{'table': 'sharded'}}."
     )
-  if clip_norm is not None and not arguments.number("clip_norm", clip_norm) > 0:
-    raise ValueError(f"`clip_norm` must be positive, got {clip_norm!r}.")
-  if not isinstance(tx, optax.GradientTransformation):
-    raise TypeError(f"`tx` must be an optax optimizer, got {tx!r}.")
+  if clip_norm is not None:
+    clip_norm = arguments.number("clip_norm", clip_norm)
+    if not 0 < clip_norm < math.inf:
+      raise ValueError(
+        f"`clip_norm` must be positive and finite, got {clip_norm!r}. Leave it"
+        " out for no clipping."
+      )
+  arguments.optimizer("tx", tx)
+  _require_arrays(params, shapes=True)
   if memory_bytes is None and isinstance(topology, Topology):
     memory_bytes = topology.memory_bytes and _USABLE * topology.memory_bytes
   question = questions.ask(
@@ -417,6 +447,22 @@ def plan_tables(
   )
 
 
+def _require_arrays(params: Any, shapes: bool = False) -> None:
+  """Raises an error for parameters that are sharded, or shapes alone."""
+  for name, x in leaf_util.named_leaves(params, is_sharded):
+    if is_sharded(x):
+      raise ValueError(
+        f"`params` must hold arrays, but {name!r} is sharded already. Give the"
+        " arrays, or a function that makes them: `set_up` shards tables as"
+        " planned."
+      )
+    if not shapes and isinstance(x, jax.ShapeDtypeStruct):
+      raise TypeError(
+        "`params` must be arrays, or a function that makes them, but"
+        f" {name!r} is a shape."
+      )
+
+
 def _compressed(
   gradients: Sequence[Gradient],
   question: Question,
@@ -474,7 +520,15 @@ def _possible(
     refused |= {k: table_program.BY_XLA for k in OF_ARRAYS}
     if len(question.axes) > 1:
       refused[table_forms.SHARDED] = table_program.COPIES
+  if mixes := optimizer.mixing.get(table.name):
+    refused |= {k: mixes for k in (table_forms.ROWS, *OF_OWNERS)}
   possible = {k: x for k, x in costs.items() if k not in refused}
+  if mixes and not possible:
+    raise ValueError(
+      "`tx` must update a row by that row alone, or by sums over all"
+      f" gradients, but for table {table.name!r} {mixes}. Give this table"
+      " another optimizer, such as `optax.adagrad`, with `optax.partition`."
+    )
   if form is None or form in possible:
     return possible
   missing = {

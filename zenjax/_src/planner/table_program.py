@@ -15,6 +15,7 @@ from zenjax._src.compress import all_reduce as compressed
 from zenjax._src.gradients import value_and_grad as row_gradients
 from zenjax._src.planner.optimizer_facts import Optimizer
 from zenjax._src.planner.table_forms import OF_ARRAYS
+from zenjax._src.planner.table_forms import OF_OWNERS
 from zenjax._src.planner.table_forms import REPLICATED
 from zenjax._src.planner.table_forms import ROWS
 from zenjax._src.planner.table_forms import SHARDED
@@ -162,6 +163,8 @@ def _check(
   # A program of arrays alone is the user's plain program: any `tx` is right.
   if moved and not set(form_of.values()) <= set(OF_ARRAYS):
     why = f"{MOVES} (table {moved[0]!r})"
+  elif optimizer.sums and not {*form_of.values()}.isdisjoint(OF_OWNERS):
+    why = SUMS
   elif len(carriers) > 1 and optimizer.sums_all:
     why = (
       f"it sums over all gradients, but each of the forms {carriers} would sum"

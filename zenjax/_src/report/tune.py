@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 import dataclasses
 import itertools
 from typing import Any, NamedTuple
+import warnings
 
 import jax
 import numpy as np
@@ -26,8 +27,6 @@ from zenjax._src.tables.sharded_table import ShardedTable
 
 # Candidates for a buffer size: these percentiles of recent needs.
 _PERCENTILES = (50, 75, 90, 95, 100)
-# Buffers get a little more than recent steps needed, since batches differ.
-_MARGIN = 1.03
 # The latency of a round, expressed as bytes sent to each device.
 _ROUND_BYTES = 32 << 10
 # The schemes that `tune` takes in place of zen.
@@ -81,7 +80,7 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
     >>> _, state = jax.jit(step)(grads)
     >>> state = zenjax.tune(jax.tree.map(lambda x: x[0], state))
     >>> dict(state.tuned)["leaf"].capacities
-    Capacity(push=26, pull=26)
+    Capacity(push=30, pull=30)
   """
   sync_state.require_numbers(tree, "tune")
   sizes = {
@@ -89,7 +88,7 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
     for node in sync_state.find(tree)
     for name, size in _table_sizes(node)
   }
-  changed = False
+  changed, applied = False, set()
 
   def planned(name: str, node: Any) -> Any:
     nonlocal changed
@@ -105,15 +104,24 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
       known = [x for x in sizes if name == x or name.endswith(f".{x}")]
       if not known and list(sizes) == [leaf_util.ONLY]:
         known = [leaf_util.ONLY]
-      if known and (size := sizes[max(known, key=len)]) != node.sizes:
-        changed = True
-        return dataclasses.replace(node, sizes=size)
+      if known:
+        applied.add(table := max(known, key=len))
+        if sizes[table] != node.sizes:
+          changed = True
+          return dataclasses.replace(node, sizes=sizes[table])
     return node
 
   kinds = ShardedOptimizerState | ZenSyncState | ShardedTable
   is_leaf = lambda node: isinstance(node, kinds)
   named = leaf_util.named_leaves(tree, is_leaf)
   tuned = [planned(*leaf) for leaf in named]
+  if missing := sorted(sizes.keys() - applied):
+    warnings.warn(
+      f"`tree` of zenjax.tune lacks the sharded tables {missing}, which carry"
+      " their buffer sizes. Write `params, opt_state = zenjax.tune((params,"
+      " opt_state))`.",
+      stacklevel=2,
+    )
   structure = jax.tree.structure(tree, is_leaf=is_leaf)
   return structure.unflatten(tuned) if changed else tree
 
@@ -209,7 +217,7 @@ def _by_counts(
   if scheme == "zen" and sizes.devices == 2 and not stays:
     # Owners save nothing between two devices: each pushes half of its rows and
     # pulls half of the union, which is at least as much as all rows once.
-    fullest = np.ceil(np.max(needs, axis=0) * sizes.row_groups * _MARGIN)
+    fullest = _spared(np.max(needs, axis=0) * sizes.row_groups)
     push, pull = [min(int(rows), sizes.num_rows) for rows in fullest]
     if cost_now > _LEAST_GAIN * (push * 4 * sizes.width + _ROUND_BYTES):
       choice = LeafChoice("all_gather", Capacity(push, pull))
@@ -244,10 +252,20 @@ def _cheapest(
   needs: np.ndarray, row_bytes: float, round_bytes: float = _ROUND_BYTES
 ) -> list[int]:
   """Returns the buffer sizes that cost least for needs `[steps, buffers]`."""
-  wanted = np.ceil(np.percentile(needs, _PERCENTILES, axis=0) * _MARGIN)
+  wanted = _spared(np.percentile(needs, _PERCENTILES, axis=0))
   candidates = itertools.product(*wanted.T.astype(int).tolist())
   cost = lambda size: _cost(needs, size, row_bytes, round_bytes)
   return list(min(candidates, key=cost))
+
+
+def _spared(rows: np.ndarray) -> np.ndarray:
+  """Returns buffer sizes for needs, with room for batches that need more.
+
+  One standard deviation of a random count is added. A fixed share would be too
+  little for small tables, and if one of many tables overflows, the rows of all
+  of them are sent in a second round.
+  """
+  return np.ceil(rows + np.sqrt(rows))
 
 
 def _cost(
@@ -296,6 +314,6 @@ def _by_time(name: str, leaf: LeafState, link: Link) -> Change | None:
     return Change(name, LeafChoice("dense"), gain)
   rows = [profile.fullest, profile.union]
   groups = sizes.devices if best == "zen" else 1
-  wanted = [int(np.ceil(_MARGIN * x / groups)) for x in rows]
+  wanted = _spared(np.array(rows) / groups).astype(int).tolist()
   size = Capacity(*[min(max(x, 1), sizes.num_rows) for x in wanted])
   return Change(name, LeafChoice(best, size), gain)

@@ -27,11 +27,12 @@ def lazy_rows(
   parameters and state, and apply updates with `optax.apply_updates` or
   `zenjax.apply_updates`.
 
-  Rows that a step does not touch keep their parameters and state. For SGD and
-  Adagrad this changes nothing. Adam and momentum would move such rows; here
-  they wait for the row's next gradient (LazyAdam). Weight decay acts only on
-  touched rows, and a `UserWarning` says so. For Adam on all rows, use
-  `zen_sync(output="dense")` without `lazy_rows`.
+  Rows that a step does not touch keep their parameters and state. (Gradients
+  that are arrays are updated as a whole.) For SGD and Adagrad this changes
+  nothing. Adam and momentum would move such rows; here they wait for the row's
+  next gradient (LazyAdam). Weight decay acts only on touched rows, and a
+  `UserWarning` says so. For Adam on all rows, use `zen_sync(output="dense")`
+  without `lazy_rows`.
 
   The traced program of `inner` shows what it does to rows:
 

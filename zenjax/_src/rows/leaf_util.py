@@ -157,7 +157,7 @@ def explicit(tree: Any, sparse: SparseSpec, argument: str) -> list[bool]:
   strings = [x for x in jax.tree.leaves(sparse) if isinstance(x, str)]
   by_name = (
     " To choose by name, write"
-    f" `{argument}=lambda name, leaf: name in {strings or leaves[0][:1]!r}`."
+    f" `{argument}=lambda name, leaf: name in {strings or ['table']!r}`."
   )
   try:
     chosen = jax.tree.leaves(jax.tree.broadcast(sparse, tree))
@@ -168,12 +168,12 @@ def explicit(tree: Any, sparse: SparseSpec, argument: str) -> list[bool]:
       f" parameters {[name for name, _ in leaves]}.{by_name}"
     ) from error
   for (name, _), wanted in zip(leaves, chosen):
-    if not isinstance(wanted, bool):
+    if not isinstance(wanted, bool | np.bool_):
       raise ValueError(
-        f"`{argument}` must be a bool for every leaf, got {wanted!r} for leaf"
-        f" {name!r}.{by_name}"
+        f"`{argument}` must be True or False for every leaf, got {wanted!r} for"
+        f" leaf {name!r}.{by_name}"
       )
-  return chosen
+  return list(map(bool, chosen))
 
 
 def warn_of_none(

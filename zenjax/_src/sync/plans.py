@@ -36,8 +36,8 @@ class LeafPlan:
     group: Leaves of one scheme or compressor and one number share an exchange.
       For compressed leaves, it is the part of the backward pass after which
       they are sent, from 0 on.
-    column_groups: Column groups of `"zen"`: 1 for hashed rows, as many as
-      devices for columns.
+    column_groups: Column groups of `"zen"`, a divisor of the number of
+      devices: 1 for hashed rows, as many as devices for columns, or between.
     wire_dtype: Name of the dtype in which rows are sent; None for their own.
     compressor: Name of the compressor of a dense leaf, such as `"LowBit(8)"`;
       None for none.
@@ -313,17 +313,36 @@ def require_tree(
     shapes: `(shape, dtype)` by name of the synchronized leaves.
   """
   planned = {x.name: (x.shape, x.dtype) for x in plan.leaves}
+  require_same(planned, shapes, "`plan` was made for other gradients")
+
+
+def require_same(
+  planned: Mapping[str, tuple[tuple[int, ...], str]],
+  shapes: Mapping[str, tuple[tuple[int, ...], str]],
+  what: str,
+) -> None:
+  """Raises `ValueError` if leaves are not as planned.
+
+  Args:
+    planned: `(shape, dtype)` of the planned leaves, by name.
+    shapes: The same of the leaves that came.
+    what: The beginning of the message.
+  """
   if planned == dict(shapes):
     return
   described = lambda x: f"{x[1]}[{','.join(map(str, x[0]))}]" if x else "none"
   names = sorted({*planned, *shapes})
   names = [name for name in names if planned.get(name) != shapes.get(name)]
   more = f" ({len(names)} such leaves)" if len(names) > 1 else ""
+  remedy = "Make a new plan for these parameters."
+  if set(shapes) < set(planned):
+    remedy = (
+      "A plan is for all parameters of a model, so `optax.partition` and"
+      " `optax.masked` must not leave some of them out."
+    )
   raise ValueError(
-    f"`plan` was made for other gradients: {names[0]!r} is"
-    f" {described(planned.get(names[0]))} there and"
-    f" {described(shapes.get(names[0]))} here{more}. Call"
-    " `zenjax.planner.plan` for the parameters of this model."
+    f"{what}: {names[0]!r} is {described(planned.get(names[0]))} there and"
+    f" {described(shapes.get(names[0]))} here{more}. {remedy}"
   )
 
 
@@ -332,7 +351,7 @@ def require_mesh(plan: Plan, mesh: tuple[tuple[str, int], ...]) -> None:
   if plan.mesh != mesh:
     raise ValueError(
       f"`plan` was made for {dict(plan.mesh)}, but it is used on {dict(mesh)}."
-      " Call `zenjax.planner.plan` with a topology of these devices, and with"
+      " Make a new plan with a topology of these devices, and with"
       f" `axis_name={_axis_name(mesh)!r}`, the axis of the slowest links first."
     )
 
@@ -347,8 +366,7 @@ def require_version(plan: Plan) -> None:
   if plan.jax_version != jax.__version__:
     raise ValueError(
       f"`plan` was made by JAX {plan.jax_version}, but this is"
-      f" {jax.__version__}, whose programs may differ. Call"
-      " `zenjax.planner.plan` again."
+      f" {jax.__version__}, whose programs may differ. Make a new plan."
     )
 
 

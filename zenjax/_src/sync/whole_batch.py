@@ -282,10 +282,10 @@ def _require_unreduced(by: str, name: str, leaf: jax.Array, axes: Axes) -> None:
     raise ValueError(
       f"`updates` of {by} must be unreduced outside of shard_map, but leaf"
       f" {name!r} is not: XLA has summed it over {axes!r}, or the batch is not"
-      f" split. Split the batch by `jax.device_put(batch, jax.P({axes!r}))`. If"
-      " the axes are explicit (`jax.make_mesh`), take gradients of"
-      f" `zenjax.unreduced(params, {axes!r})`. Otherwise, or if the leaf is a"
-      " bias, wrap the step in `zenjax.data_parallel`."
+      " split. Wrap the step in `zenjax.data_parallel`. Or, if the axes are"
+      " explicit (`jax.make_mesh`) and the leaf is no bias, split the batch by"
+      f" `jax.device_put(batch, jax.P({axes!r}))`, and take gradients of"
+      f" `zenjax.unreduced(params, {axes!r})`."
     )
   _require_axes(name, leaf, axes)
   over = [axis for axis in compat.explicit_spec(leaf) if axis is not None]

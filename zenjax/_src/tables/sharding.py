@@ -86,13 +86,12 @@ def init_by_rows(
     >>> zenjax.tables.shard({"table": table}, mesh, "data")["table"].shape
     (2000, 16)
   """
-  one = not isinstance(num_rows, Sequence)
-  rows = (num_rows,) if one else tuple(num_rows)
+  rows: Any = num_rows if isinstance(num_rows, tuple) else (num_rows,)
   whole = rows and all(isinstance(x, int | np.integer) for x in rows)
   if not whole or min(rows) < 1:
     raise ValueError(
       "`num_rows` must be a positive integer, or `(T, R)` for a stack, got"
-      f" {num_rows!r}."
+      f" {num_rows!r}. For joined tables, give the sum of their rows."
     )
   buffer_sizes.require_rows("`num_rows`", math.prod(map(int, rows)))
   some = jax.ShapeDtypeStruct((_TRIED,), jnp.int32)
@@ -185,7 +184,8 @@ def shard_leaves(
     if leaf.ndim < 2:
       raise ValueError(
         "`tables` must choose parameters `[rows, columns]` or stacks `[tables,"
-        f" rows, columns]`, but {name!r} has shape {leaf.shape}. Reshape it."
+        f" rows, columns]`, but {name!r} has shape {leaf.shape}. Leave it out,"
+        f" for example by `tables=lambda name, leaf: name != {name!r}`."
       )
     *stack, rows, columns = leaf.shape
     if wire is not None:

@@ -50,6 +50,12 @@ class LocalSteps:
       `((loss, pseudo_gradient), inner_state)`, all of this device: the mean
       loss of its steps, and by how much its parameters became smaller.
     """
+    if not isinstance(inner_state, PerDeviceState):
+      raise TypeError(
+        "`inner_state` of local_steps must be made by `zenjax.init_state(local,"
+        f" params, mesh, {self.axes!r})`, where `local` is what local_steps"
+        f" returned, got {type(inner_state).__name__}."
+      )
     options = sync_options.check(self.axes)
     devices = gradient_tree.context_of(options).devices
     self._check_batches(batches)

@@ -4,6 +4,7 @@ from typing import Any
 
 import optax
 
+from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.sync import device_state
 from zenjax._src.sync import sync_state
@@ -72,7 +73,8 @@ def per_device(
 
 def checked(by: str, tx: Any) -> optax.GradientTransformationExtraArgs:
   """Returns `tx`, whose `init` raises ValueError if it synchronizes."""
-  tx = optax.with_extra_args_support(tx)
+  name = "inner" if by == "local_steps" else "tx"
+  tx = optax.with_extra_args_support(arguments.optimizer(name, tx))
 
   def init_fn(params: optax.Params) -> Any:
     state = tx.init(params)

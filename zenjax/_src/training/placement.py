@@ -242,6 +242,14 @@ def init_state(
     (2, 400, 80)
   """
   axes = arguments.mesh_axes(axis_name, mesh)
+  if not callable(getattr(tx, "init", None)):
+    raise TypeError(
+      "`tx` must be an optax transformation, or what local_steps returned, got"
+      f" {type(tx).__name__}."
+    )
+  for name, table in leaf_util.named_leaves(params, sharded_table.is_sharded):
+    if sharded_table.is_sharded(table) and not table.devices:
+      sharded_table.require_devices(f"Table {name!r}", 0, mesh.size)
   specs = sharded_table.specs(params, PartitionSpec(axes[-1:]))
   require_replicated(params, "params", axes, jax.tree.leaves(specs))
   local = _shapes(tx.init, sharded_table.types_of_part(params), mesh, axes)
@@ -302,9 +310,17 @@ def _shapes(
   for axis in axes:
     size = mesh.shape[axis]
     init = jax.vmap(init, in_axes=None, axis_name=axis, axis_size=size)
+  try:
+    made = jax.eval_shape(init, params)
+  except ValueError as error:
+    if isinstance(error.__cause__, NameError):  # Another axis is not bound.
+      raise ValueError(
+        "`axis_name` of init_state must name the axes that you gave to `tx`,"
+        f" got {axes}. {error}"
+      ) from error
+    raise
   return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape[len(axes) :], x.dtype),
-    jax.eval_shape(init, params),
+    lambda x: jax.ShapeDtypeStruct(x.shape[len(axes) :], x.dtype), made
   )
 
 
