@@ -298,7 +298,7 @@ REFUSED = {
       local_of(), {"t": sharded()}, runners.mesh(2), "data"
     ),
     ValueError,
-    ("'t'", "zenjax.sharded_optimizer"),
+    ("'t'", "Keep it replicated"),
   ),
 }
 

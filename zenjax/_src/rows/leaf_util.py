@@ -59,21 +59,27 @@ def _is_box(key: Any) -> bool:
   return name == "value" or str(name).startswith("value_on_")
 
 
-def refuse_sharded(tree: Any, argument: str, by: str) -> None:
+def refuse_sharded(
+  tree: Any,
+  argument: str,
+  by: str,
+  remedy: str = "Use `zenjax.sharded_optimizer(tx, axis_name)` instead of"
+  " zen_sync and lazy_rows, or by `optax.partition` for this table",
+) -> None:
   """Raises ValueError if a tree has a sharded table, or an update of one.
 
   Args:
     tree: Any pytree.
     argument: The name of the argument.
     by: The name of the function, which takes only replicated tables.
+    remedy: What to do instead.
   """
   is_sharded = lambda x: isinstance(x, NoArray) and not is_rows(x)
   for name, leaf in named_leaves(tree, is_sharded):
     if is_sharded(leaf):
       raise ValueError(
         f"`{argument}` of {by} must not hold a ShardedTable, but {name!r} is"
-        " one. Use `zenjax.sharded_optimizer(tx, axis_name)` instead of"
-        " zen_sync and lazy_rows."
+        f" one. {remedy}."
       )
 
 

@@ -34,6 +34,8 @@ class LocalSteps:
 
   def init(self, params: Any) -> PerDeviceState:
     """Makes the inner optimizer's state; call it by `zenjax.init_state`."""
+    remedy = "Keep it replicated, because every local step would fetch rows"
+    leaf_util.refuse_sharded(params, "params", _BY, remedy)
     return device_state.init(_BY, self.inner, params, self.axes)
 
   def __call__(
