@@ -483,14 +483,14 @@ def test_refusals():
   for form in ("split", None):
     with pytest.raises(ValueError, match="'a'.* must be one of 'replicated'"):
       plan(forms={"a": form})
-  # What synchronizes is added by the plan, and tables are sharded by it.
+  # The plan adds the synchronization, and shards the tables.
   synced = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))
   with pytest.raises(ValueError, match="`tx` must be the optimizer as for one"):
     plan(synced)
   with pytest.raises(ValueError, match="`tx` must not be `optax.MultiSteps`"):
     plan(optax.MultiSteps(optax.sgd(0.1), 2))
   sharded = zenjax.tables.shard(first_params(), mesh, "chip")
-  with pytest.raises(ValueError, match="'a' is sharded already"):
+  with pytest.raises(ValueError, match="must not hold a ShardedTable, but 'a'"):
     made.set_up(sharded, optax.adagrad(0.1), mesh)
   with pytest.raises(TypeError, match="'a' is a shape"):
     made.set_up(jax.eval_shape(first_params), optax.adagrad(0.1), mesh)

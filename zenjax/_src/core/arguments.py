@@ -116,7 +116,7 @@ def number(name: str, value: Any) -> float:
 
 
 def optimizer(name: str, tx: Any) -> optax.GradientTransformation:
-  """Returns the value; raises `TypeError` if it is no optax optimizer."""
+  """Returns the value; raises `TypeError` if it is not an optimizer."""
   if not (hasattr(tx, "init") and hasattr(tx, "update")):
     raise TypeError(
       f"`{name}` must be an optax optimizer, such as `optax.adagrad(0.1)`, got"

@@ -92,9 +92,9 @@ def gather(
   """Returns the lookup of a `gather`, or why it does not read whole rows.
 
   Each dimension of `[T, R, D]` except columns is either indexed, or shared with
-  a dimension of the indices (as under `vmap`), or read whole. The ids
-  have the dimensions of the indices, then shared ones, then whole ones, so that
-  the batch comes first.
+  a dimension of the indices (as under `vmap`), or read whole. The ids have
+  the dimensions of the indices, then shared ones, then whole ones, so that the
+  batch comes first.
   """
   (indices,) = others
   dims, *sizes, width = eqn.params["dimension_numbers"], *table.shape

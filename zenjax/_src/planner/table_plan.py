@@ -38,7 +38,6 @@ from zenjax._src.planner.table_program import Program
 from zenjax._src.rows import leaf_util
 from zenjax._src.sync import plans
 from zenjax._src.sync.plans import Plan
-from zenjax._src.tables.sharded_table import is_sharded
 
 # The default limit is this part of a device's memory: activations and the
 # compiler's buffers need the rest.
@@ -46,8 +45,13 @@ _USABLE = 0.75
 # Each further form is a further exchange, so it must reduce the time of a step
 # to less than this part.
 _WORTH = 0.9
-# So many sharded tables of one width should be joined.
+# From this many sharded tables of one width on, a plan advises to join them.
 _MANY = 4
+# What to do if parameters are sharded before they are planned.
+_UNSHARDED = (
+  "Give arrays, or a function that makes them, because `set_up` shards tables"
+  " as planned"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +220,7 @@ class TablePlan(checked_json.Document):
       A `Program`: parameters, state, optimizer and `value_and_grad`.
 
     Raises:
+      TypeError: An argument has a wrong type.
       ValueError: The plan was made for other parameters or another mesh, or
         with this `tx` its forms would train differently.
     """
@@ -224,7 +229,13 @@ class TablePlan(checked_json.Document):
       raise TypeError(
         f"`mesh` must be a jax.sharding.Mesh, got {type(mesh).__name__}."
       )
-    _require_arrays(params)
+    for name, x in leaf_util.named_leaves(params):
+      if isinstance(x, jax.ShapeDtypeStruct):
+        raise TypeError(
+          "`params` must be arrays, or a function that makes them, but"
+          f" {name!r} is a shape."
+        )
+    leaf_util.refuse_sharded(params, "params", "set_up", _UNSHARDED)
     sizes = tuple((axis, mesh.shape.get(axis, 0)) for axis, _ in self.mesh)
     if sizes != self.mesh:
       raise ValueError(
@@ -348,7 +359,7 @@ def plan_tables(
         " out for no clipping."
       )
   arguments.optimizer("tx", tx)
-  _require_arrays(params, shapes=True)
+  leaf_util.refuse_sharded(params, "params", "plan_tables", _UNSHARDED)
   if memory_bytes is None and isinstance(topology, Topology):
     memory_bytes = topology.memory_bytes and _USABLE * topology.memory_bytes
   question = questions.ask(
@@ -412,6 +423,15 @@ def plan_tables(
       f" {text.size(limit)}. Use more devices, or an optimizer with less state,"
       " for example `zenjax.rows.rowwise_adagrad`."
     )
+  if gradients is not None:
+    rest_seconds = gradients.seconds
+  else:
+    rest_seconds = choice.seconds(
+      [
+        question.model.of_way(PMEAN, g.table, question.profile(g))
+        for g in others
+      ]
+    )
   entries = []
   for table, costs, form, faster in zip(tables, possible, chosen, unlimited):
     reason = choice.reason(costs, form, str) or "no other form"
@@ -433,34 +453,11 @@ def plan_tables(
       [costs[form] for costs, form in zip(possible, chosen)]
     ),
     rest_bytes=rest,
-    rest_seconds=gradients.seconds
-    if gradients
-    else choice.seconds(
-      [
-        question.model.of_way(PMEAN, g.table, question.profile(g))
-        for g in others
-      ]
-    ),
+    rest_seconds=rest_seconds,
     limit_bytes=limit if math.isfinite(limit) else None,
     clip_norm=clip_norm,
     gradients=gradients,
   )
-
-
-def _require_arrays(params: Any, shapes: bool = False) -> None:
-  """Raises an error for parameters that are sharded, or shapes alone."""
-  for name, x in leaf_util.named_leaves(params, is_sharded):
-    if is_sharded(x):
-      raise ValueError(
-        f"`params` must hold arrays, but {name!r} is sharded already. Give the"
-        " arrays, or a function that makes them: `set_up` shards tables as"
-        " planned."
-      )
-    if not shapes and isinstance(x, jax.ShapeDtypeStruct):
-      raise TypeError(
-        "`params` must be arrays, or a function that makes them, but"
-        f" {name!r} is a shape."
-      )
 
 
 def _compressed(
@@ -506,7 +503,8 @@ def _possible(
     form: The form that the user demands.
 
   Raises:
-    ValueError: `form` is demanded, but is not one of them.
+    ValueError: `form` is demanded, but is not one of them, or there is none,
+      because `tx` mixes the rows of the table.
   """
   state_row = optimizer.state_row(table.name)
   profile = question.profile(table)
@@ -520,13 +518,14 @@ def _possible(
     refused |= {k: table_program.BY_XLA for k in OF_ARRAYS}
     if len(question.axes) > 1:
       refused[table_forms.SHARDED] = table_program.COPIES
-  if mixes := optimizer.mixing.get(table.name):
-    refused |= {k: mixes for k in (table_forms.ROWS, *OF_OWNERS)}
+  mixing = optimizer.mixing.get(table.name)
+  if mixing:
+    refused |= {k: mixing for k in (table_forms.ROWS, *OF_OWNERS)}
   possible = {k: x for k, x in costs.items() if k not in refused}
-  if mixes and not possible:
+  if mixing and not possible:
     raise ValueError(
       "`tx` must update a row by that row alone, or by sums over all"
-      f" gradients, but for table {table.name!r} {mixes}. Give this table"
+      f" gradients, but for table {table.name!r} {mixing}. Give this table"
       " another optimizer, such as `optax.adagrad`, with `optax.partition`."
     )
   if form is None or form in possible:

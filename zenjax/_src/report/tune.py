@@ -41,11 +41,11 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
   """Sets buffer sizes to what recent steps needed.
 
   Call it after about 20 steps, and again when batches change. `tune` sets the
-  buffer sizes of `zen_sync` and `sharded_optimizer` to what the last
-  64 steps needed. Parameters whose gradients were mostly too dense take a dense
-  all-reduce from then on. The plan is static metadata of the state, so your
-  step compiles once more. Numbers in the state do not change. All processes
-  have the same counts, so all of them make the same plan.
+  buffer sizes of `zen_sync` and `sharded_optimizer` to what the last 64 steps
+  needed, and a little more. Parameters whose gradients were mostly too dense
+  take a dense all-reduce from then on. The plan is static metadata of the
+  state, so your step compiles once more. Numbers in the state do not change.
+  All processes have the same counts, so all of them make the same plan.
 
   Buffer sizes are not saved in checkpoints. After a restore, run some 20 steps
   and call `tune` again. A change must save a tenth of what a step costs in
@@ -217,7 +217,7 @@ def _by_counts(
   if scheme == "zen" and sizes.devices == 2 and not stays:
     # Owners save nothing between two devices: each pushes half of its rows and
     # pulls half of the union, which is at least as much as all rows once.
-    fullest = _spared(np.max(needs, axis=0) * sizes.row_groups)
+    fullest = _sizes_for(np.max(needs, axis=0) * sizes.row_groups)
     push, pull = [min(int(rows), sizes.num_rows) for rows in fullest]
     if cost_now > _LEAST_GAIN * (push * 4 * sizes.width + _ROUND_BYTES):
       choice = LeafChoice("all_gather", Capacity(push, pull))
@@ -252,20 +252,20 @@ def _cheapest(
   needs: np.ndarray, row_bytes: float, round_bytes: float = _ROUND_BYTES
 ) -> list[int]:
   """Returns the buffer sizes that cost least for needs `[steps, buffers]`."""
-  wanted = _spared(np.percentile(needs, _PERCENTILES, axis=0))
+  wanted = _sizes_for(np.percentile(needs, _PERCENTILES, axis=0))
   candidates = itertools.product(*wanted.T.astype(int).tolist())
   cost = lambda size: _cost(needs, size, row_bytes, round_bytes)
   return list(min(candidates, key=cost))
 
 
-def _spared(rows: np.ndarray) -> np.ndarray:
+def _sizes_for(needs: np.ndarray) -> np.ndarray:
   """Returns buffer sizes for needs, with room for batches that need more.
 
   One standard deviation of a random count is added. A fixed share would be too
   little for small tables, and if one of many tables overflows, the rows of all
   of them are sent in a second round.
   """
-  return np.ceil(rows + np.sqrt(rows))
+  return np.ceil(needs + np.sqrt(needs))
 
 
 def _cost(
@@ -314,6 +314,6 @@ def _by_time(name: str, leaf: LeafState, link: Link) -> Change | None:
     return Change(name, LeafChoice("dense"), gain)
   rows = [profile.fullest, profile.union]
   groups = sizes.devices if best == "zen" else 1
-  wanted = _spared(np.array(rows) / groups).astype(int).tolist()
+  wanted = _sizes_for(np.array(rows) / groups).astype(int).tolist()
   size = Capacity(*[min(max(x, 1), sizes.num_rows) for x in wanted])
   return Change(name, LeafChoice(best, size), gain)

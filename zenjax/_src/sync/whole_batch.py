@@ -283,7 +283,7 @@ def _require_unreduced(by: str, name: str, leaf: jax.Array, axes: Axes) -> None:
       f"`updates` of {by} must be unreduced outside of shard_map, but leaf"
       f" {name!r} is not: XLA has summed it over {axes!r}, or the batch is not"
       " split. Wrap the step in `zenjax.data_parallel`. Or, if the axes are"
-      " explicit (`jax.make_mesh`) and the leaf is no bias, split the batch by"
+      " explicit (`jax.make_mesh`) and it isn't a bias, split the batch by"
       f" `jax.device_put(batch, jax.P({axes!r}))`, and take gradients of"
       f" `zenjax.unreduced(params, {axes!r})`."
     )

@@ -228,6 +228,7 @@ def init_state(
     The state, as global arrays that are sharded by `state_specs`.
 
   Raises:
+    TypeError: `tx` or `mesh` has a wrong type.
     ValueError: An axis is not the mesh's, or not the one that residuals are
       kept over; or a parameter is sharded over `axis_name`.
 
