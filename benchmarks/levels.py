@@ -157,7 +157,7 @@ def predictions(
     compute_seconds=compute_s,
   )
   (leaf,) = plan.leaves
-  ways = dict(leaf.others) | {leaf.choice: leaf.seconds}
+  ways = {way.choice: way.seconds for way in (leaf, *leaf.others)}
   found = {}
   for way in WAYS[1:]:
     mine = [s for name, s in ways.items() if name.split("/")[0] == way]

@@ -1,9 +1,9 @@
 """Predicts step times, and chooses how gradients and tables are handled.
 
-Use `plan` to choose how each gradient is synchronized on a machine, and pass
-the result to `zen_sync(plan=...)`. Use `plan_tables` to choose whether tables
-are replicated or sharded, and `TablePlan.set_up` to train so. Use `record` to
-write the rows that a run touches to a trace, which both functions can read.
+Use `plan` to choose how each table is held and each gradient synchronized on a
+machine, and `set_up` to train so, or pass the plan to `zen_sync(plan=...)`. Use
+`utility` to find out whether compressed gradients would shorten a step at all,
+and `record` to write the rows that a run touches to a trace, which both read.
 """
 
 from zenjax._src.machine.cost import Profile
@@ -16,20 +16,20 @@ from zenjax._src.planner import traces
 from zenjax._src.planner.compressor_work import measure_compressors
 from zenjax._src.planner.measured_plans import measure_plans
 from zenjax._src.planner.plan_model import plan
+from zenjax._src.planner.program import Program
+from zenjax._src.planner.program import set_up
 from zenjax._src.planner.record import record
 from zenjax._src.planner.record import Recorder
-from zenjax._src.planner.table_plan import plan_tables
-from zenjax._src.planner.table_plan import TableForm
-from zenjax._src.planner.table_plan import TablePlan
-from zenjax._src.planner.table_program import Program
 from zenjax._src.planner.utility import Utility
 from zenjax._src.planner.utility import utility
 from zenjax._src.planner.utility import UtilityWay
 from zenjax._src.report.stats import profile
+from zenjax._src.sync.plans import Alternative
 from zenjax._src.sync.plans import LeafPlan
 from zenjax._src.sync.plans import Plan
 
 __all__ = (
+  "Alternative",
   "LeafPlan",
   "Link",
   "measure_compressors",
@@ -37,15 +37,13 @@ __all__ = (
   "measure_plans",
   "measure_work",
   "plan",
-  "plan_tables",
   "Plan",
   "profile",
   "Profile",
   "Program",
   "record",
   "Recorder",
-  "TableForm",
-  "TablePlan",
+  "set_up",
   "Topology",
   "traces",
   "utility",

@@ -231,7 +231,10 @@ class _Worker(served.Worker):
       allow=compressors,
       local_seconds=local_seconds,
     )
-    ways = [{x.choice: x.seconds, **dict(x.others)} for x in plan.leaves]
+    ways = [
+      {way.choice: way.seconds for way in (leaf, *leaf.others)}
+      for leaf in plan.leaves
+    ]
     wanted = str(compressors[0]) if compressors else DENSE
     return sum(way[wanted] for way in ways)
 

@@ -70,7 +70,7 @@ def test_plans_take_what_was_measured():
   chosen = {x.name: x for x in plan.leaves}
   assert chosen["a"].choice == chosen["b"].choice == fast
   # Each layer takes its share of the elements.
-  ways = dict(chosen["a"].others)
+  ways = {x.choice: x.seconds for x in chosen["a"].others}
   assert ways[slow] == pytest.approx(exchange + 3.0 * 2 / 3)
   assert chosen["bias"].choice == "pmean"
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from refusals import names
 
@@ -228,20 +229,17 @@ def test_no_plan_by_one_way_for_all_tables_is_better():
   assert found.seconds <= sum(leaf.seconds for leaf in found.leaves)
 
 
-def test_memory_limits_the_buffers_of_a_leaf():
-  free, limited = plan(), plan(memory_bytes=15e6)
-  assert limited.by_name["table"].scheme != "dense"
-  assert limited.dense_seconds == free.dense_seconds
-  with pytest.raises(ValueError, match="`memory_bytes`.*at least .* kB"):
-    plan(memory_bytes=100)
-
-
 @pytest.mark.parametrize(
   ("options", "words"),
   [
     (dict(axis_name=("a", "b")), ["`axis_name`", "('host',)", "('a', 'b')"]),
     (dict(compute_seconds=-1.0), ["`compute_seconds`", "-1.0"]),
     (dict(memory_bytes=0), ["`memory_bytes`", "0"]),
+    (dict(memory_bytes=np.nan), ["`memory_bytes`", "nan"]),
+    (dict(memory_bytes=1e9), ["`memory_bytes` needs `tx`"]),
+    (dict(forms={"table": "sharded"}), ["`forms` needs `tx`"]),
+    (dict(clip_norm=1.0), ["`clip_norm` needs `tx`"]),
+    (dict(tx=optax.sgd(0.1), grad=jax.value_and_grad), ["return rows of a"]),
     (dict(profile={"tabel": FEW}), ["`profile`", "'tabel'", "'table'"]),
     (dict(profile={"table": 3}), ["`profile` must map", "3"]),
     (dict(profile={}, trace="x"), ["`trace`", "`profile`"]),

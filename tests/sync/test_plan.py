@@ -112,7 +112,7 @@ def test_printed():
   """Leaves without a choice are summed up."""
   text = str(PLAN)
   assert "zen/4" in text and "all_gather bfloat16" in text
-  assert "pmean, because nothing else fits: w, 0 kB received" in text
+  assert "pmean, the only way: w, 0 kB received" in text
   assert "3.00x as fast" in text
   pmean = leaf("a", scheme="dense", reason="zen/1 takes 2x as long")
   dense = dataclasses.replace(PLAN, leaves=(pmean,))
@@ -132,9 +132,9 @@ def test_json():
   "old, new, words",
   [
     (
-      '"zenjax_plan": 2',
+      '"zenjax_plan": 3',
       '"zenjax_plan": 9',
-      ["version 2", "zenjax.planner.plan"],
+      ["version 3", "zenjax.planner.plan"],
     ),
     ('"scheme": "zen"', '"sheme": "zen"', ["leaves[0]", "'sheme'", "'scheme'"]),
     (
@@ -173,6 +173,16 @@ def _synced(plan, params=PARAMS, n=N):
 @pytest.mark.parametrize(
   "call, words",
   [
+    (
+      lambda: _synced(
+        dataclasses.replace(PLAN, leaves=(leaf("a", scheme="sharded"),))
+      ),
+      ["`plan` shards ['a']", "zenjax.planner.set_up"],
+    ),
+    (
+      lambda: _synced(dataclasses.replace(PLAN, clip_norm=1.0)),
+      ["`plan` clips gradients", "zenjax.planner.set_up"],
+    ),
     (
       lambda: _synced(PLAN, {"a": PARAMS["a"]}),
       ["`plan`", "'b'", "3 such leaves"],

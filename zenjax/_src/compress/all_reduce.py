@@ -171,8 +171,7 @@ def all_reduce(
   if not isinstance(compressor, Compressor):
     raise TypeError(
       "`compressor` must be one of `zenjax.compress`, such as"
-      f" `zenjax.compress.LowBit(bits=8)`, got {compressor!r:.60}. A plan of"
-      " `plan_tables` compresses by its own `set_up`."
+      f" `zenjax.compress.LowBit(bits=8)`, got {compressor!r:.60}."
     )
   feedback = (
     compressor.error_feedback if error_feedback is None else error_feedback

@@ -32,7 +32,7 @@ class Profile:
   """Measured densities of a table's gradients.
 
   `zenjax.planner.profile(state)` returns one for each parameter that is sent
-  sparsely. Pass them as `profile=` to `planner.plan` and `planner.plan_tables`.
+  sparsely. Pass them as `profile=` to `planner.plan` and `planner.utility`.
   All are numbers of rows, not shares of the table. A mean may be below 1.
 
   Attributes:

@@ -55,7 +55,7 @@ def measure_links(
   """Measures latency and bandwidth of the links along each mesh axis.
 
   Use it to plan for a machine that you have: pass the result as `topology=` to
-  `planner.plan` or `planner.plan_tables`, or save it with `to_json`. In a
+  `planner.plan` or `planner.utility`, or save it with `to_json`. In a
   program of several processes, call it in all of them.
 
   It times all-to-all, all-gather and all-reduce of several sizes. A line is

@@ -23,6 +23,7 @@ class Optimizer:
     sums_all: True if updates depend on sums over all gradients, either in `tx`
       or by `clip_norm`.
     resting: Names of the tables whose rows do not change without a gradient.
+    clip_norm: Norm to which gradients are clipped before `tx`, if any.
     mixing: Why rows of a table cannot be updated by themselves, by name.
 
   Raises:
@@ -54,6 +55,7 @@ class Optimizer:
     rows = dict.fromkeys(tables, 2)
     analysis = row_analysis.analysis_of(self._tx, types, state, types, {}, rows)
     self.sums = analysis.wants_more or analysis.sums is not None
+    self.clip_norm = clip_norm
     self.sums_all = self.sums or clip_norm is not None
     name_of = lambda i: self._named[i][0]
     self.resting = {name_of(i) for i in analysis.rests}

@@ -10,6 +10,7 @@ from zenjax._src.core import row_wire
 from zenjax._src.machine.cost import PMEAN
 from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Way
+from zenjax._src.planner import table_forms
 from zenjax._src.planner.questions import Gradient
 from zenjax._src.planner.questions import Question
 from zenjax._src.schemes.base import Context
@@ -20,34 +21,41 @@ _PASSES = 8
 
 
 def every_way(question: Question) -> list[dict[Way, Prediction]]:
-  """Predicts every way of every gradient.
+  """Predicts every way of every gradient, pmean first.
 
-  Gradients of tables may be sent by rows. Gradients of dense layers may be
-  compressed.
-  Small ones have one way.
+  Gradients of tables may be sent by rows, and tables may be sharded if their
+  optimizer is known. Gradients of dense layers may be compressed. Small ones
+  have one way.
   """
   predicted = []
   rates = [(x, seconds_per_byte(question, x)) for x in question.compressors]
   for gradient in question.gradients:
     table, profile = gradient.table, question.profile(gradient)
     ways = {PMEAN: question.model.of_way(PMEAN, table, profile)}
-    if question.topology.devices > 1 and gradient.may_be_compressed:
+    if question.may_send_rows(gradient):
+      narrower = _narrower(question, gradient)
+      ways = question.model.of_ways(table, profile, narrower)
+      if question.optimizer is not None:
+        ways = table_forms.every_form(question, gradient, ways)
+    elif question.topology.devices > 1 and gradient.may_be_compressed:
       for compressor, rate in rates:
         if fitting(compressor, [gradient], question.model.context):
           way = PMEAN._replace(compressor=str(compressor))
           ways[way] = compressed(question, compressor, rate, [gradient])
-    elif question.topology.devices > 1 and gradient.is_table:
-      narrower = [
-        name
-        for name in question.wire_dtypes
-        if jnp.dtype(name).itemsize < gradient.dtype.itemsize
-        and not row_wire.refusal(
-          gradient.name, gradient.dtype, jnp.dtype(name), table.width
-        )
-      ]
-      ways = question.model.of_ways(table, profile, narrower)
     predicted.append(ways)
   return predicted
+
+
+def _narrower(question: Question, gradient: Gradient) -> list[str]:
+  """Returns names of the allowed dtypes that make rows of a table smaller."""
+  return [
+    name
+    for name in question.wire_dtypes
+    if jnp.dtype(name).itemsize < gradient.dtype.itemsize
+    and not row_wire.refusal(
+      gradient.name, gradient.dtype, jnp.dtype(name), gradient.table.width
+    )
+  ]
 
 
 def fitting(

@@ -22,6 +22,7 @@ from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import recorded_runs
 from zenjax._src.planner import timeline
+from zenjax._src.planner.optimizer_facts import Optimizer
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.schemes.base import Context
@@ -96,7 +97,9 @@ class Question:
     compressors: Compressors that dense leaves may take.
     local_seconds: Measured times to compress all dense leaves, by compressor.
     capacities: Buffer sizes that the user gave, by leaf name.
-    memory_bytes: Limit on memory; None for no limit.
+    optimizer: The optimizer; None if tables stay replicated.
+    forms: Forms that the user demands, by leaf name.
+    memory_bytes: Limit on a device's memory; None for no limit.
   """
 
   gradients: tuple[Gradient, ...]
@@ -110,7 +113,14 @@ class Question:
   capacities: Mapping[str, tuple[int, int]] = dataclasses.field(
     default_factory=dict
   )
+  optimizer: Optimizer | None = None
+  forms: Mapping[str, str] = dataclasses.field(default_factory=dict)
   memory_bytes: float | None = None
+
+  @property
+  def per_device(self) -> bool:
+    """True if the program of the plan runs inside `data_parallel`."""
+    return self.optimizer is not None and bool(self.compressors)
 
   @property
   def model(self) -> CostModel:
@@ -125,6 +135,12 @@ class Question:
     known = self.profiles.get(gradient.name)
     return known or cost.assumed(gradient.table, self.topology.devices)
 
+  def may_send_rows(self, gradient: Gradient) -> bool:
+    """Whether the rows of a gradient may be sent by themselves."""
+    if self.optimizer is not None:  # It sees rows, or arrays that are whole.
+      return gradient.look_ups is not None
+    return gradient.is_table and self.topology.devices > 1
+
 
 def ask(
   value_and_grad: Callable[..., Any],
@@ -134,9 +150,8 @@ def ask(
   axis_name: AxisName,
   profile: Mapping[str, Profile] | None = None,
   trace: str | os.PathLike | None = None,
-  memory_bytes: float | None = None,
 ) -> Question:
-  """Traces a program, and checks what both kinds of plans are given.
+  """Traces a program, and checks the arguments that all questions have.
 
   The arguments are described at `plan`.
   """
@@ -152,10 +167,6 @@ def ask(
       "`axis_name` must name one axis for each level of the topology,"
       f" {topology.axes}, got {axes}."
     )
-  if memory_bytes is not None:
-    memory_bytes = arguments.number("memory_bytes", memory_bytes)
-    if memory_bytes <= 0:
-      raise ValueError(f"`memory_bytes` must be positive, got {memory_bytes}.")
   gradients = gradients_of(value_and_grad, args)
   rows = {g.name: g.table.num_rows for g in gradients}
   if trace is not None:
@@ -185,7 +196,6 @@ def ask(
     topology=topology,
     axes=axes,
     profiles=dict(known),
-    memory_bytes=memory_bytes,
   )
 
 

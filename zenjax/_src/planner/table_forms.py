@@ -1,8 +1,8 @@
 """Predicts the costs of each form in which a program can hold a table.
 
-    replicated         replicated; XLA sums an array of its gradient
-    replicated-sparse  replicated; `zen_sync` sums touched rows, and `lazy_rows`
-                       updates them
+    replicated         replicated; an array of its gradient is all-reduced
+    replicated-sparse  replicated; a scheme of `zen_sync` sums touched rows, and
+                       `lazy_rows` updates them
     replicated-zero1   replicated; `sharded_optimizer` has owners update rows
                        and keep the state
     sharded-xla        sharded by ranges of rows, `P(axes, None)`, by XLA alone
@@ -13,46 +13,41 @@
 Letters: `R` rows, `D` columns, `n` devices, `K` lookups of a device.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import math
 
 from zenjax._src.core.partition import Layout
 from zenjax._src.core.row_wire import RowWire
-from zenjax._src.machine.cost import CostModel
+from zenjax._src.machine.cost import PMEAN
 from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.cost import Way
 from zenjax._src.planner.questions import Gradient
+from zenjax._src.planner.questions import Question
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
-from zenjax._src.sync.plans import DENSE
+from zenjax._src.sync.plans import SHARDED
+from zenjax._src.sync.plans import XLA
+from zenjax._src.sync.plans import ZERO1
 from zenjax._src.tables import fetch
 
-REPLICATED, ROWS, ZERO1, XLA, SHARDED = FORMS = (
-  "replicated",
-  "replicated-sparse",
-  "replicated-zero1",
-  "sharded-xla",
-  "sharded",
-)
-# Forms in which the optimizer sees arrays of all rows, touched or not.
-OF_ARRAYS = (REPLICATED, XLA)
-# Forms in which the optimizer of a device sees only the rows it owns.
-OF_OWNERS = (ZERO1, SHARDED)
 
-
-def costs(
-  gradient: Gradient, profile: Profile, state_row: float, model: CostModel
-) -> dict[str, Prediction]:
+def every_form(
+  question: Question, gradient: Gradient, ways: Mapping[Way, Prediction]
+) -> dict[Way, Prediction]:
   """Predicts the costs of a table in each form that it can have.
 
   Args:
+    question: The question, with an optimizer.
     gradient: The gradient of the table.
-    profile: Its densities.
-    state_row: Bytes of the optimizer's state for one row.
-    model: The cost model of the machine.
+    ways: Every way to sum the gradient if the table is replicated. They are
+      returned with the costs of the update and of the table itself.
   """
+  assert question.optimizer is not None
+  state_row = question.optimizer.state_row(gradient.name)
+  profile, model = question.profile(gradient), question.model
   context, work = model.context, model.work
   n, last = context.devices, context.sizes[-1]
   rows = gradient.table.num_rows
@@ -66,55 +61,47 @@ def costs(
   # The gradient's array is filled with zeros, and all of it is read.
   sweep = rows * (step_row + 2 * row) * work.mask_byte
   union = min(profile.union_of(n), rows)
-  # XLA makes one collective for each array, so arrays do not share latency.
-  apart = lambda prediction: dataclasses.replace(prediction, once_s=0.0)
-  dense = model.of_messages(
-    DENSE,
-    [Message("all_reduce", context.axes, rows * row / 4)],
-    local_s=sweep,
-    memory=whole + 2 * rows * row,
-  )
-  zen = model.of_way(Way("zen"), gradient.table, profile)
-  sparse = dataclasses.replace(
-    zen,
-    exchange=ROWS,
-    seconds=zen.seconds + moved(union, step_row),
-    memory=whole + 2 * zen.received,
-  )
-  by_form = {REPLICATED: apart(dense), ROWS: sparse}
+  found = {}
+  for way, x in ways.items():
+    gradient_bytes = rows * row if way == PMEAN else x.received
+    found[way] = dataclasses.replace(
+      x,
+      seconds=x.seconds + (sweep if way == PMEAN else moved(union, step_row)),
+      memory=whole + gradient_bytes + x.memory,
+    )
   if len(context.axes) == 1:
-    slots = Layout(num_rows=rows, groups=n).slots
-    by_form[ZERO1] = dataclasses.replace(
-      sparse,
+    zen, slots = Way("zen"), Layout(num_rows=rows, groups=n).slots
+    found[Way(ZERO1)] = dataclasses.replace(
+      ways[zen],
       exchange=ZERO1,
-      seconds=zen.seconds + moved(union / n, step_row),
-      memory=sparse.memory - (rows - slots) * state_row,
+      seconds=ways[zen].seconds + moved(union / n, step_row),
+      memory=found[zen].memory - (rows - slots) * state_row,
     )
   if len(gradient.shape) != 2:
-    return by_form
+    return found
   if rows % n == 0:  # Otherwise XLA cannot shard the table.
     batch = n * look_ups
-    by_form[XLA] = apart(
-      model.of_messages(
-        XLA,
-        _by_xla(look_ups, row, context),
-        local_s=sweep / n + moved(2 * batch, row),
-        memory=(whole + rows * row) / n + 2 * batch * row,
-      )
+    by_xla = model.of_messages(
+      XLA,
+      _by_xla(look_ups, row, context),
+      local_s=sweep / n + moved(2 * batch, row),
+      memory=(whole + rows * row) / n + 2 * batch * row,
     )
+    # XLA makes collectives for each array, so tables do not share latency.
+    found[Way(XLA)] = dataclasses.replace(by_xla, once_s=0.0)
   if last > 1:
     messages = _by_owners(gradient, look_ups, profile, context)
     words = sum(m.words for m in messages)
     pushed = min(profile.union_of(last), rows) / last
     slots = Layout(num_rows=rows, groups=last).slots
-    by_form[SHARDED] = model.of_messages(
+    found[Way(SHARDED)] = model.of_messages(
       SHARDED,
       messages,
       local_s=moved(words * 4 / max(row, 1) + look_ups, row)
       + moved(pushed, step_row),
       memory=slots * (row + state_row) + 16 * words,
     )
-  return by_form
+  return found
 
 
 def _by_xla(look_ups: float, row: int, context: Context) -> list[Message]:

@@ -194,7 +194,7 @@ def profile(state: Any) -> dict[str, Profile]:
   """Returns the row densities of the last step, for the planner.
 
   Use it to plan for another machine with densities of your own program: pass
-  the result as `profile=` to `planner.plan` or `planner.plan_tables`.
+  the result as `profile=` to `planner.plan` or `planner.utility`.
 
   Args:
     state: An optimizer state with a `ZenSyncState` anywhere inside.

@@ -1,6 +1,7 @@
-"""Defines `Plan`, which says how every gradient of a model is synchronized."""
+"""Defines `Plan`, which says how every parameter is held and synchronized."""
 
-from collections.abc import Mapping, Sequence
+import collections
+from collections.abc import Mapping
 import dataclasses
 import math
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,12 +20,58 @@ ERROR = 0.2
 # The better choice by predicted times.
 Better = Literal["plan", "pmean", "neither"]
 
+# The forms in which a program can hold a parameter, and train it.
+REPLICATED, ROWS, ZERO1, XLA, SHARDED = FORMS = (
+  "replicated",
+  "replicated-sparse",
+  "replicated-zero1",
+  "sharded-xla",
+  "sharded",
+)
+# Forms in which the optimizer sees arrays of all rows, touched or not.
+OF_ARRAYS = (REPLICATED, XLA)
+# Forms in which the optimizer of a device sees only the rows it owns.
+OF_OWNERS = (ZERO1, SHARDED)
+# Forms of tables that `zen_sync` synchronizes.
+SYNCED = (REPLICATED, ROWS)
+# Forms that are also the name of their scheme, since they have only one.
+_BY_THEMSELVES = (XLA, *OF_OWNERS)
+# From this many sharded tables of one width on, a plan advises to join them.
+_MANY = 4
+
 _Count = Annotated[int, NOT_NEGATIVE]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+  """A way to hold and synchronize one parameter that a plan did not choose.
+
+  Attributes:
+    choice: The way in words, such as `"zen/2 bfloat16"`.
+    form: The form of the parameter, one that `zenjax.planner.plan` lists.
+    seconds: Predicted time of the leaf alone, local work included.
+    wire_bytes: Predicted bytes that a device receives.
+    memory_bytes: Predicted bytes of a table that a device holds; None if the
+      plan was made without `tx`.
+
+  Example:
+    >>> import zenjax
+    >>> zenjax.planner.Alternative(
+    ...   choice="pmean", form="replicated", seconds=0.1, wire_bytes=1e6
+    ... ).seconds
+    0.1
+  """
+
+  choice: str
+  form: str
+  seconds: float
+  wire_bytes: float
+  memory_bytes: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeafPlan:
-  """Says how the gradient of one parameter is synchronized.
+  """Says how one parameter is held, and how its gradient is synchronized.
 
   `zenjax.planner.plan` makes it. Read it to see what was chosen, and why.
 
@@ -32,7 +79,8 @@ class LeafPlan:
     name: Name of the leaf, as `zenjax.report` shows it.
     shape: Shape of the parameter.
     dtype: Name of its dtype.
-    scheme: `"dense"` for pmean, or a sparse scheme of `zen_sync`.
+    scheme: `"dense"` for pmean, a sparse scheme of `zen_sync`, or one of the
+      forms `"replicated-zero1"`, `"sharded-xla"` and `"sharded"`.
     group: Leaves of one scheme or compressor and one number share an exchange.
       For compressed leaves, it is the part of the backward pass after which
       they are sent, from 0 on.
@@ -46,10 +94,14 @@ class LeafPlan:
     seconds: Predicted time of the leaf alone, local work included.
     dense_seconds: Predicted time of pmean.
     wire_bytes: Predicted bytes that a device receives.
+    memory_bytes: Predicted bytes of a table that a device holds: rows, state,
+      gradient and buffers. None for other leaves, and for plans without `tx`.
+    look_ups: Lookups of a device, if the gradient is SparseRows; None for an
+      array.
     rows: Mean nonzero rows of a device that the choice is based on; None if
       they were not counted.
     union: Nonzero rows of all devices together.
-    others: `(choice, seconds)` of all other ways, the fastest first.
+    others: All other ways that give the same training, the fastest first.
     reason: The reason for the choice, empty for leaves without a choice.
 
   Example:
@@ -73,10 +125,17 @@ class LeafPlan:
   seconds: float = 0.0
   dense_seconds: float = 0.0
   wire_bytes: float = 0.0
+  memory_bytes: float | None = None
+  look_ups: int | None = None
   rows: float | None = None
   union: float | None = None
-  others: tuple[tuple[str, float], ...] = ()
+  others: tuple[Alternative, ...] = ()
   reason: str = ""
+
+  @property
+  def form(self) -> str:
+    """The form of the parameter, one that `zenjax.planner.plan` lists."""
+    return form_of(self.scheme)
 
   @property
   def choice(self) -> str:
@@ -84,6 +143,13 @@ class LeafPlan:
     return in_words(
       self.scheme, self.column_groups, self.wire_dtype, self.compressor
     )
+
+
+def form_of(scheme: str) -> str:
+  """Returns the form of parameters whose gradients take a scheme."""
+  if scheme in _BY_THEMSELVES:
+    return scheme
+  return REPLICATED if scheme == DENSE else ROWS
 
 
 def in_words(
@@ -101,12 +167,16 @@ def in_words(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(checked_json.Document):
-  """Says how every gradient of a model is synchronized.
+  """Says how every parameter is held, and its gradient synchronized.
 
-  `zenjax.planner.plan` makes it. Print it to see what it gains, pass it to
-  `zen_sync(plan=plan)`, and save it with `to_json`. If it compresses dense
-  layers, pass it to `zenjax.compress.all_reduce(plan, axis_name)` instead. It
-  is valid for one tree of parameters, one mesh and one release of JAX, and
+  `zenjax.planner.plan` makes it. Print it to see what it gains, save it with
+  `to_json`, and follow it in one of three ways:
+
+  - `zenjax.planner.set_up(plan, params, tx, mesh)`, if it was made with `tx`,
+  - `zenjax.compress.all_reduce(plan, axis_name)`, if it compresses gradients,
+  - `zen_sync(axis_name, plan=plan)` otherwise.
+
+  It is valid for one tree of parameters, one mesh and one release of JAX, and
   refused for others.
 
   Attributes:
@@ -117,6 +187,12 @@ class Plan(checked_json.Document):
     compute_seconds: Time of a step on one device, without any exchange.
     seconds: Predicted time of a whole step.
     dense_seconds: Predicted time of a whole step if all leaves take pmean.
+    memory_bytes: Predicted bytes that a device holds, except for activations;
+      None for plans without `tx`, as the next four.
+    dense_memory_bytes: The same if all leaves take pmean.
+    limit_bytes: Limit on the memory of a device, if one is known.
+    clip_norm: Norm to which gradients are clipped, if they are.
+    per_device: Whether `set_up` makes a step for `zenjax.data_parallel`.
     jax_version: Release of JAX that made it.
 
   Example:
@@ -136,9 +212,14 @@ class Plan(checked_json.Document):
   compute_seconds: float = 0.0
   seconds: float = 0.0
   dense_seconds: float = 0.0
+  memory_bytes: float | None = None
+  dense_memory_bytes: float | None = None
+  limit_bytes: float | None = None
+  clip_norm: float | None = None
+  per_device: bool = False
   jax_version: str = jax.__version__
 
-  _VERSION: ClassVar[tuple[str, int]] = "zenjax_plan", 2
+  _VERSION: ClassVar[tuple[str, int]] = "zenjax_plan", 3
   _SOURCE: ClassVar[Source] = Source(
     "the plan", "make it anew by `zenjax.planner.plan`"
   )
@@ -154,14 +235,21 @@ class Plan(checked_json.Document):
     axes = " x ".join(f"{name} {n}" for name, n in self.mesh)
     machine = f" on {self.machine}" if self.machine else ""
     lines = [f"plan for {self.devices} devices ({axes}){machine}"]
-    lines += lines_of(self.leaves)
+    lines += _table(self)
     if self.dense_seconds:
-      whole = "a step" if self.compute_seconds else "all exchanges"
       lines.append(
-        f"{whole}: {text.ms(self.seconds)} ms, with pmean alone"
+        f"{_timed(self)}: {text.ms(self.seconds)} ms, with pmean alone"
         f" {text.ms(self.dense_seconds)} ms"
       )
-    return "\n".join([*lines, _verdict(self)])
+    if self.memory_bytes is not None and self.dense_memory_bytes is not None:
+      limit = self.limit_bytes
+      lines.append(
+        "a device holds, without activations:"
+        f" {text.size(self.memory_bytes)}, with pmean alone"
+        f" {text.size(self.dense_memory_bytes)}"
+        + ("" if limit is None else f"; the limit is {text.size(limit)}")
+      )
+    return "\n".join([*lines, *_advice(self), _verdict(self)])
 
   @property
   def by_name(self) -> dict[str, LeafPlan]:
@@ -187,7 +275,14 @@ class Plan(checked_json.Document):
     """
     if not self.pays:
       return "pmean"
-    return "plan" if self.gain > 1 + ERROR else "neither"
+    if self.gain > 1 + ERROR or not self.dense_fits:
+      return "plan"
+    return "neither"
+
+  @property
+  def dense_fits(self) -> bool:
+    """False if a device's memory is too small for pmean alone."""
+    return (self.dense_memory_bytes or 0) <= (self.limit_bytes or math.inf)
 
   @property
   def gain(self) -> float:
@@ -226,12 +321,12 @@ class Plan(checked_json.Document):
         f"`seconds` must be the positive time of a step, got {seconds!r}. Leave"
         " it out if it was not measured."
       )
-    sparse = [leaf for leaf in self.leaves if leaf.scheme != DENSE]
+    sparse = [leaf for leaf in self.leaves if leaf.form not in OF_ARRAYS]
     missing = sorted(leaf.name for leaf in sparse if leaf.name not in measured)
     if missing:
       raise ValueError(
         f"`measured` lacks {missing}, which the plan sends sparse. Give"
-        " `zenjax.stats(state)` after a step with `zen_sync(plan=plan)`."
+        " `zenjax.stats(state)` after a step with the plan."
       )
     rows: list[tuple[str, ...]] = [_COMPARED]
     for leaf in sparse:
@@ -289,17 +384,21 @@ class Plan(checked_json.Document):
     return [f"{count}: {sizes}, ratio {ratio}"]
 
 
-def lines_of(leaves: Sequence[LeafPlan]) -> list[str]:
+def _table(plan: Plan) -> list[str]:
   """Returns a table of leaves, and a line for the leaves without a choice."""
   # Most leaves of most models have no choice.
-  lines, shown = [], [x for x in leaves if x.reason or x.choice != "pmean"]
+  leaves, lines = plan.leaves, []
+  shown = [x for x in leaves if x.reason or x.choice != "pmean"]
   if shown:
-    lines += text.columns([_HEADINGS, *map(_line, shown)], last_left=True)
+    rows = [_HEADINGS, *map(_line, shown)]
+    if plan.memory_bytes is None:  # Made without `tx`.
+      rows = [(*row[:6], row[-1]) for row in rows]
+    lines += text.columns(rows, last_left=True)
   others = [x for x in leaves if x not in shown]
   if others:
     size = text.size(sum(leaf.wire_bytes for leaf in others))
     what = f"{len(others)} other leaves" if others[1:] else others[0].name
-    lines.append(f"pmean, because nothing else fits: {what}, {size} received")
+    lines.append(f"pmean, the only way: {what}, {size} received")
   return lines
 
 
@@ -371,7 +470,12 @@ def require_version(plan: Plan) -> None:
 
 
 # The columns of a plan, and of its comparison with a run.
-_HEADINGS = "leaf", "shape", "by", "ms", "pmean ms", "received", "because"
+_HEADINGS = (
+  *("leaf", "shape", "by", "ms", "pmean ms", "received"),
+  *("memory", "other forms", "because"),
+)
+# How many other forms of a table a plan prints, the fastest first.
+_SHOWN = 3
 _COMPARED = (
   *("leaf", "by", "union planned", "seen", "ratio"),
   *("MB planned", "seen", "ratio"),
@@ -384,21 +488,60 @@ def _verdict(plan: Plan) -> str:
     return "plain pmean is best for every leaf: leave zen_sync out."
   if not plan.dense_seconds:
     return "no time was predicted."
-  what = "a step is" if plan.compute_seconds else "exchanges are"
+  what = _timed(plan) + (" is" if plan.compute_seconds else " are")
   gain = f"{what} predicted to be {plan.gain:.2f}x as fast as with pmean alone"
+  if not plan.dense_fits:
+    return f"{gain}, which does not fit in memory."
   if plan.better == "plan":
     return f"{gain}."
   return f"no difference: {gain}, which is within the error of predictions."
 
 
+def _timed(plan: Plan) -> str:
+  """Returns what the times of a plan are of."""
+  if plan.compute_seconds:
+    return "a step"
+  if plan.memory_bytes is None:
+    return "all exchanges"
+  return "all exchanges and updates of tables"
+
+
+def _advice(plan: Plan) -> list[str]:
+  """Returns what to do about a plan before it is run."""
+  widths = collections.Counter(
+    leaf.shape[-1] for leaf in plan.leaves if leaf.form == SHARDED
+  )
+  notes = [
+    f"{n} sharded tables have {width} columns: joined to one, as the guide"
+    ' "Many tables of one width" shows, they compile much faster'
+    for width, n in widths.items()
+    if n >= _MANY
+  ]
+  if plan.per_device:
+    notes.append(
+      "the step of `set_up` is for `zenjax.data_parallel`, because gradients"
+      " may be compressed"
+    )
+  return notes
+
+
 def _line(leaf: LeafPlan) -> tuple[str, ...]:
+  fastest: dict[str, str] = {}
+  for other in leaf.others:  # The fastest are first.
+    if other.form != leaf.form:
+      fastest.setdefault(
+        other.form, f"{other.form} {text.ms(other.seconds)} ms"
+      )
+  by_form = leaf.memory_bytes is not None and leaf.form == ROWS
   return (
     leaf.name,
     "x".join(map(str, leaf.shape)),
-    leaf.choice,
+    f"{ROWS} ({leaf.choice})" if by_form else leaf.choice,
     text.ms(leaf.seconds),
     text.ms(leaf.dense_seconds),
     text.size(leaf.wire_bytes),
+    "-" if leaf.memory_bytes is None else text.size(leaf.memory_bytes),
+    ", ".join([*fastest.values()][:_SHOWN]) or "-",
     leaf.reason or "-",
   )
 

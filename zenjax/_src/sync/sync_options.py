@@ -146,6 +146,13 @@ def _require_plan(plan: plans.Plan, given: dict[str, Any]) -> None:
       f"`plan` compresses leaves {compressed}, which zen_sync cannot do. Give"
       " it to `zenjax.compress.all_reduce(plan, axis_name)`."
     )
+  by_set_up = [x.name for x in plan.leaves if x.form not in plans.SYNCED]
+  if by_set_up or plan.clip_norm is not None:
+    what = f"shards {by_set_up}" if by_set_up else "clips gradients by a norm"
+    raise ValueError(
+      f"`plan` {what}, which zen_sync cannot do. Follow it with"
+      " `zenjax.planner.set_up(plan, params, tx, mesh)`."
+    )
   axis, devices = plan.mesh[-1] if plan.mesh else ("", 1)
   for leaf in plan.leaves:
     where = f"plan.leaves[{leaf.name!r}]"
