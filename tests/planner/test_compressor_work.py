@@ -23,12 +23,12 @@ def shapes(layers):
   return {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in layers.items()}
 
 
-def planned(**options) -> planner.Plan:
+def planned(allow: Any = BOTH, **options) -> planner.Plan:
   return planner.plan(
     grads,
     shapes(LAYERS),
     topology=planner.Topology.network("1 Gbit/s", 4),
-    allow=BOTH,
+    allow=allow,
     **options,
   )
 
@@ -79,6 +79,10 @@ def test_plans_take_what_was_measured():
   ("call", "words"),
   [
     (lambda: planned(local_seconds={"Sign()": 1.0}), "`local_seconds`.*Sign"),
+    (
+      lambda: planned(allow=["ExDyna(1e-9)"]),
+      "`density` 1e-09 selects none of",
+    ),
     (
       lambda: planned(local_seconds={"LowBit(8)": float("nan")}),
       "must be a finite time of 0 or more, got nan",

@@ -252,6 +252,8 @@ def test_no_plan_by_one_way_for_all_tables_is_better():
     (dict(allow="lossy"), ["`allow`", "'int8'", "'lossy'"]),
     (dict(allow=["LowBit(3)"]), ["`allow`", "a compressor", "'LowBit(3)'"]),
     (dict(allow=None), ["`allow`", "None"]),
+    (dict(allow={"table": "int8"}), ["`allow` must be a list", "'int8'"]),
+    (dict(allow=["Cast(bfloat16)"]), ["write 'bfloat16' in quotes"]),
     (dict(grad=lambda f: f), ["`value_and_grad`", "a pair"]),
   ],
 )

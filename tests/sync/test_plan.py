@@ -120,6 +120,7 @@ def test_printed():
   assert "zen/1 takes 2x as long" in str(dense)
 
 
+PLAN_JSON = PLAN.to_json()
 _JSON_SHAPE = '"shape": [\n        640,\n        8\n      ]'
 
 
@@ -153,6 +154,12 @@ def test_json():
     ('"capacities": null', '"capacities": [1]', ["capacities`", "list of 2"]),
     ('"name": "b"', '"name": "a"', ["the plan is refused", "once each"]),
     ("}\n  ],", "", ["truncated"]),
+    (PLAN_JSON, "plan.json", ["JSON of the plan", "plan.json", "read_text"]),
+    (
+      PLAN_JSON,
+      zenjax.planner.Topology.network("1gbit", 2).to_json(),
+      ["lacks 'zenjax_plan'", "another kind of file"],
+    ),
   ],
 )
 def test_json_that_is_no_plan(old, new, words):

@@ -33,6 +33,12 @@ KINDS: dict[str, type[Compressor]] = {
 }
 
 
+def _value(node: ast.expr) -> object:
+  if isinstance(node, ast.Name):
+    raise ValueError(f"write {node.id!r} in quotes")
+  return ast.literal_eval(node)
+
+
 def named(name: str, given: str = "`compressor` of a plan") -> Compressor:
   """Returns the compressor of a name such as `LowBit(4)`.
 
@@ -47,8 +53,8 @@ def named(name: str, given: str = "`compressor` of a plan") -> Compressor:
     call = ast.parse(name, mode="eval").body
     assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
     kind = KINDS[call.func.id]
-    args = [ast.literal_eval(x) for x in call.args]
-    options = {str(x.arg): ast.literal_eval(x.value) for x in call.keywords}
+    args = [_value(x) for x in call.args]
+    options = {str(x.arg): _value(x.value) for x in call.keywords}
     return kind(*args, **options)
   except (AssertionError, KeyError, SyntaxError, TypeError, ValueError) as e:
     raise ValueError(

@@ -93,15 +93,26 @@ def fields(text: str, version: tuple[str, int], source: Source) -> dict:
     version: Name and value of the version's field. The result does not have it.
     source: The document, for errors.
   """
+  read = "If it is the name of a file, give `pathlib.Path(file).read_text()`."
+  if not isinstance(text, str | bytes):
+    raise TypeError(
+      f"`text` must be the JSON of {source.name}, got {text!r:.60}. {read}"
+    )
   try:
     document = json.loads(text)
   except ValueError as error:
+    if text.lstrip()[:1] not in ("{", b"{"):
+      raise ValueError(
+        f"`text` must be the JSON of {source.name}, got {text!r:.60}. {read}"
+      ) from error
     raise source.broken(f"is truncated or not JSON ({error})") from error
   if not isinstance(document, dict):
     raise source.broken(f"must be an object, got {document!r:.60}")
   key, wanted = version
   if key not in document:
-    raise source.broken(f"lacks {key!r}, so it is another kind of file")
+    kinds = [x for x in document if x.startswith("zenjax_")]
+    also = f" (it has {kinds[0]!r})" if kinds else ""
+    raise source.broken(f"lacks {key!r}, so it is another kind of file{also}")
   written = document.pop(key)
   if written != wanted:
     raise source.broken(

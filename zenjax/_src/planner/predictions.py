@@ -26,7 +26,11 @@ def every_way(question: Question) -> list[dict[Way, Prediction]]:
   Gradients of tables may be sent by rows, and tables may be sharded if their
   optimizer is known. Gradients of dense layers may be compressed. Small ones
   have one way.
+
+  Raises:
+    ValueError: A compressor can take none of the large gradients.
   """
+  _require_fitting(question)
   predicted = []
   rates = [(x, seconds_per_byte(question, x)) for x in question.compressors]
   for gradient in question.gradients:
@@ -56,6 +60,17 @@ def _narrower(question: Question, gradient: Gradient) -> list[str]:
       gradient.name, gradient.dtype, jnp.dtype(name), gradient.table.width
     )
   ]
+
+
+def _require_fitting(question: Question) -> None:
+  """Raises the error of a compressor that fits none of the large gradients."""
+  large = [x for x in question.gradients if x.may_be_compressed]
+  if not large or question.topology.devices == 1:
+    return
+  context = question.model.context
+  for compressor in question.compressors:
+    if not fitting(compressor, large, context):
+      compressor.messages([large[0].shape], context)
 
 
 def fitting(

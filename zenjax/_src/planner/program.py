@@ -284,10 +284,9 @@ def _transformation(
   params: Any,
 ) -> optax.GradientTransformationExtraArgs:
   """Returns the transformation that updates all parameters."""
-  around = None if plan.per_device else mesh
   form_of = {leaf.name: leaf.form for leaf in plan.leaves}
   by_owners = functools.partial(
-    owners.sharded_optimizer, tx, axes, mesh=around, clip_norm=plan.clip_norm
+    owners.sharded_optimizer, tx, axes, mesh=mesh, clip_norm=plan.clip_norm
   )
   if plan.clip_norm is not None:
     tx = optax.chain(optax.clip_by_global_norm(plan.clip_norm), tx)
@@ -295,7 +294,7 @@ def _transformation(
   for form in _carriers(plan):
     in_form = lambda name, _, form=form: form_of[name] == form
     if form == ROWS:
-      made[form] = _of_replicated(plan, axes, around, tx)
+      made[form] = _of_replicated(plan, axes, mesh, tx)
     elif form == SHARDED:
       made[form] = by_owners()
     elif form == ZERO1:
@@ -319,7 +318,7 @@ def _transformation(
 def _of_replicated(
   plan: Plan,
   axes: tuple[str, ...],
-  mesh: jax.sharding.Mesh | None,
+  mesh: jax.sharding.Mesh,
   tx: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
   """Returns the transformation of replicated parameters, by rows or whole."""

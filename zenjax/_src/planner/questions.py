@@ -252,6 +252,11 @@ def check_names(
 
 def losses(allow: Any) -> tuple[tuple[str, ...], tuple[Compressor, ...]]:
   """Returns the dtypes of rows, and the compressors, that a user allows."""
+  if isinstance(allow, Mapping):
+    raise TypeError(
+      f"`allow` must be a list for the whole model, got {allow!r}. To choose by"
+      " leaf, give `leaves=` to `zenjax.compress.all_reduce`."
+    )
   if isinstance(allow, str | Compressor) or not isinstance(allow, Iterable):
     allow = (allow,)
   dtypes: list[str] = []
