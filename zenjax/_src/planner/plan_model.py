@@ -1,6 +1,6 @@
 """Chooses how every parameter is held, and its gradient synchronized."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import math
 import os
@@ -43,7 +43,7 @@ _USABLE = 0.75
 # this part.
 _WORTH = 0.9
 # What to do if parameters are sharded before they are planned.
-_UNSHARDED = "Give arrays or shapes, because `set_up` shards tables as planned"
+_UNSHARDED = "Give arrays or shapes, because a plan says which tables to shard"
 
 
 def plan(
@@ -164,9 +164,11 @@ def plan(
       "`compute_seconds` must be a finite time of 0 or more, got"
       f" {compute_seconds!r}. Give the seconds of a step without any exchange."
     )
+  leaf_util.refuse_sharded(
+    args[0] if args else (), "params", "plan", _UNSHARDED
+  )
   if tx is not None:
     arguments.optimizer("tx", tx)
-    leaf_util.refuse_sharded(args[:1], "params", "plan", _UNSHARDED)
   limit = _limit(memory_bytes, topology, tx)
   clip_norm = _norm(clip_norm)
   question = questions.ask(
@@ -319,9 +321,8 @@ def _of_tables(
   optimizer, limit, rest = question.optimizer, math.inf, 0.0
   if optimizer is not None and question.memory_bytes is not None:
     limit, rest = question.memory_bytes, optimizer.bytes_beside(names)
-    rest += _kept(
-      question, [x for x in question.gradients if x.may_be_compressed]
-    )
+    if question.compressors:
+      rest += _kept(x for x in question.gradients if x.may_be_compressed)
   choose = lambda limit: choice.choose(
     allowed,
     limit=limit,
@@ -347,10 +348,8 @@ def _of_tables(
   return fitting, fastest
 
 
-def _kept(question: Question, gradients: Sequence[Gradient]) -> float:
-  """Returns the bytes that a device keeps if gradients are compressed."""
-  if not question.compressors:
-    return 0.0
+def _kept(gradients: Iterable[Gradient]) -> float:
+  """Returns the bytes of the errors that a device keeps of such gradients."""
   return 4.0 * sum(math.prod(gradient.shape) for gradient in gradients)
 
 
@@ -416,7 +415,7 @@ def planned(
     both = list(zip(question.gradients, chosen.ways))
     tables = [i for i, x in enumerate(leaves) if x.memory_bytes is not None]
     rest = question.optimizer.bytes_beside([leaves[i].name for i in tables])
-    held = rest + _kept(question, [g for g, way in both if way.compressor])
+    held = rest + _kept(gradient for gradient, way in both if way.compressor)
     held += sum(leaves[i].memory_bytes for i in tables)
     dense_held = rest + sum(predicted[i][PMEAN].memory for i in tables)
   return Plan(

@@ -74,6 +74,7 @@ def every_form(
     found[Way(ZERO1)] = dataclasses.replace(
       ways[zen],
       exchange=ZERO1,
+      sizes=None,  # `zenjax.tune` chooses them.
       seconds=ways[zen].seconds + moved(union / n, step_row),
       memory=found[zen].memory - (rows - slots) * state_row,
     )

@@ -188,10 +188,10 @@ class Plan(checked_json.Document):
     seconds: Predicted time of a whole step.
     dense_seconds: Predicted time of a whole step if all leaves take pmean.
     memory_bytes: Predicted bytes that a device holds, except for activations;
-      None for plans without `tx`, as the next four.
+      None for plans without `tx`.
     dense_memory_bytes: The same if all leaves take pmean.
-    limit_bytes: Limit on the memory of a device, if one is known.
-    clip_norm: Norm to which gradients are clipped, if they are.
+    limit_bytes: Limit on the memory of a device; None if none is known.
+    clip_norm: Norm to which `set_up` clips gradients; None for no clipping.
     per_device: Whether `set_up` makes a step for `zenjax.data_parallel`.
     jax_version: Release of JAX that made it.
 
