@@ -475,6 +475,23 @@ def test_arguments_that_check_nothing_are_refused(options):
     checked(by_sum, **options)
 
 
+@pytest.mark.parametrize(
+  ("options", "words"),
+  [
+    ({"mesh": None}, "`mesh` must be a jax.sharding.Mesh"),
+    ({"batch": "ids"}, "`batch` must hold arrays.*'ids'"),
+    ({"batch": len}, "`batch` must hold arrays"),
+  ],
+)
+def test_arguments_of_a_wrong_type_are_refused(options, words):
+  mesh, batch = (
+    options.get("mesh", runners.mesh(2)),
+    options.get("batch", BATCH),
+  )
+  with pytest.raises(TypeError, match=words):
+    zenjax.check_step(by_sum, mesh, batch)
+
+
 REFUSED: dict[str, Any] = {
   "other parameters": (
     lambda mesh: (
@@ -488,13 +505,22 @@ REFUSED: dict[str, Any] = {
     lambda mesh: (lambda *given: given[0], jnp.ones(3), ()),
     ("`step` must return `(params, opt_state, ...)`",),
   ),
+  "one state": (
+    lambda mesh: (lambda *given: given, jnp.ones(3)),
+    ("`build(mesh)` must return three values", "def build(mesh)"),
+  ),
+  "no step": (
+    lambda mesh: (jnp.ones(3), jnp.ones(3), ()),
+    ("`build(mesh)` must return three values", "def build(mesh)"),
+  ),
+  "no function": ("build", ("`build` must be a function, got 'build'",)),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_programs_that_are_refused(name):
   build, words = REFUSED[name]
-  with pytest.raises(ValueError) as error:
+  with pytest.raises((TypeError, ValueError)) as error:
     checked(build)
   for word in words:
     assert word in str(error.value)

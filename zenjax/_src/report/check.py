@@ -151,7 +151,8 @@ def check_step(
     A table with a verdict, to print; `.ok` tells whether all is right.
 
   Raises:
-    TypeError: `tolerance` is not a number.
+    TypeError: An argument has a wrong type, or `build` does not return a
+      function and two values.
     ValueError: `build` makes other parameters for one device than for many, or
       `step` returns less than two values, or an argument is out of range.
 
@@ -183,8 +184,18 @@ def check_step(
     raise ValueError(
       f"`tolerance` must be a finite number of 0 or more, got {tolerance!r}."
     )
-  axes = mesh.axis_names if axis_name is None else mesh_axes(axis_name, mesh)
+  if not callable(build):
+    raise TypeError(f"`build` must be a function, got {build!r:.60}. {_BUILD}")
+  # Without `axis_name`, a mesh has its own names.
+  given = getattr(mesh, "axis_names", "") if axis_name is None else axis_name
+  axes = mesh_axes(given, mesh)
   batch = batch if isinstance(batch, tuple) else (batch,)
+  for name, x in leaf_util.named_leaves(batch):
+    if not leaf_util.is_array(x) and not isinstance(x, int | float):
+      raise TypeError(
+        "`batch` must hold arrays, the arguments of `step` after the first two,"
+        f" but {name!r} is {x!r:.60}."
+      )
   batch = jax.tree.map(reorder.on_host, batch)
   notes: list[str] = []
   runs = [_compared(build, mesh, batch, steps, axes)]
@@ -246,6 +257,12 @@ def check_step(
   )
 
 
+# What `build` is for.
+_BUILD = (
+  "Write `def build(mesh): ... return step, params, opt_state` around your"
+  " program."
+)
+
 # --- training, in several ways ------------------------------------------------
 
 
@@ -281,7 +298,12 @@ def _compared(
   for used, orders in ((mesh, [batch]), (single, both)):
     unset = jax.sharding.get_mesh().empty
     with contextlib.nullcontext() if unset else jax.set_mesh(used):
-      step, *state = build(used)
+      step, *state = made = build(used)
+      if len(state) != 2 or not callable(step):
+        raise TypeError(
+          "`build(mesh)` must return three values, the first a function, got"
+          f" {[type(x).__name__ for x in made]}. {_BUILD}"
+        )
       for ordered in orders:
         given = _in_float64((state, ordered)) if wide else (state, ordered)
         (params, opt_state), examples = given
