@@ -259,6 +259,11 @@ REFUSED = {
     ValueError,
     ("`batches`", "[4, ...]", "(3, 5, 3)", "x.reshape(4, -1"),
   ),
+  "one number for all steps": (
+    lambda: in_vmap(local_of(4), jnp.zeros(2)),
+    ValueError,
+    ("`batches`", "[4, ...]", "jax.random.split(key, every)"),
+  ),
   "init outside": (
     lambda: local_of().init(W),
     ValueError,

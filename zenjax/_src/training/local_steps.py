@@ -80,11 +80,19 @@ class LocalSteps:
   def _check_batches(self, batches: Any) -> None:
     for name, leaf in leaf_util.named_leaves(batches):
       if np.shape(leaf)[:1] != (self.every,):
+        remedy = (
+          "Split a device's examples in your step:"
+          f" `x.reshape({self.every}, -1, *x.shape[1:])`"
+        )
+        if not np.shape(leaf):
+          remedy = (
+            "Give each step its own: `jax.random.split(key, every)`, or"
+            " `jnp.full(every, x)`"
+          )
         raise ValueError(
           "`batches` must hold one batch for each of `every` steps, so leaf"
           f" {name!r} must have shape [{self.every}, ...] on each device, but"
-          f" has {np.shape(leaf)}. Split a device's examples in your step:"
-          f" `x.reshape({self.every}, -1, *x.shape[1:])`."
+          f" has {np.shape(leaf)}. {remedy}."
         )
 
 
