@@ -462,3 +462,60 @@ def test_owners_keep_their_state():
   assert tuned(trainer.state)["t"].scheme == "zen"
   got = [trainer(stack_of(seed, n=n))["t"] for seed in (7, 8)]
   np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_a_table_that_leaves_an_exchange_takes_its_part_along():
+  """Of two joined tables one becomes dense; the other needs no second round."""
+  tx, rng = zen(), np.random.default_rng(0)
+
+  def rows_of(distinct, num_rows):
+    ids = np.minimum(np.arange(2400), distinct - 1)
+    ids = np.stack([rng.permutation(num_rows)[ids] for _ in range(N)])
+    values = np.ones((N, 2400, WIDTH), np.float32)
+    rows = lambda ids, values: zenjax.SparseRows(ids, values, num_rows)
+    return jax.vmap(rows)(ids, values)
+
+  @jax.jit
+  def step(state, grads):
+    update = lambda g: tx.update(g, state)[1]
+    states = jax.vmap(update, axis_name="data")(grads)
+    return jax.tree.map(lambda x: x[0], states)
+
+  sizes = {"large": (1000, ROWS), "full": (2000, 2400)}
+  params = {name: jnp.zeros((rows, WIDTH)) for name, (_, rows) in sizes.items()}
+  state = tx.init(params)
+  for i in range(8):
+    state = step(state, {k: rows_of(*size) for k, size in sizes.items()})
+    if i == 3:
+      state = zenjax.tune(state)
+      assert tuned(state)["full"].scheme == "dense"
+  assert zenjax.stats(state)["large"]["rounds"] == 1
+
+
+def test_copies_of_a_sharded_table_are_tuned_for_one_round():
+  """Copies exchange their unions, whose buffer needs a size of its own."""
+  devices = np.array(jax.devices()[:8]).reshape(2, 4)
+  mesh = jax.sharding.Mesh(devices, ("pod", "chip"))
+  loss = lambda params, ids: (params["t"][ids].sum(1) ** 2).mean()
+  tx = zenjax.sharded_optimizer(optax.adagrad(0.1), mesh.axis_names, mesh=mesh)
+  params = zenjax.tables.shard(
+    {"t": jnp.ones((12_000, 16))}, mesh, "chip", replicas="pod"
+  )
+
+  @jax.jit
+  def step(state, ids):
+    params, opt_state = state
+    _, grads = zenjax.value_and_grad(loss)(params, ids)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  state, sent = (params, tx.init(params)), []
+  for i in range(12):
+    ids = np.random.default_rng(i).zipf(1.1, (256, 30)) % 12_000
+    split = NamedSharding(mesh, P(mesh.axis_names))
+    state = step(state, jax.device_put(ids.astype(np.int32), split))
+    sent.append(zenjax.stats(state)["t"])
+    state = zenjax.tune(state) if i == 5 else state
+  assert sent[5]["rounds"] > 1 and sent[-1]["rounds"] == 1
+  assert sent[-1]["wire_bytes"] < 0.8 * sent[5]["wire_bytes"]
+  assert zenjax.tune(state) is state

@@ -1,5 +1,6 @@
 """Plans the next steps statically, with the counts of earlier steps."""
 
+import collections
 from collections.abc import Iterator, Sequence
 import dataclasses
 import itertools
@@ -52,8 +53,8 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
   bytes, where a round costs 32 KiB besides its rows. So small buffers may stay
   larger than they must be.
 
-  `tune` keeps the values that you gave to `zen_sync` as `capacities`, `scheme`
-  or `plan`.
+  `tune` keeps what you gave to `zen_sync` as `capacities` or `scheme`. Of a
+  `plan` it keeps the schemes, but not the buffer sizes.
 
   Args:
     tree: Anything that holds states of zenjax: an optimizer state, a
@@ -126,16 +127,22 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
   return structure.unflatten(tuned) if changed else tree
 
 
-def _table_sizes(node: ZenSyncState) -> Iterator[tuple[str, tuple[int]]]:
-  """Yields sharded tables with better buffer sizes than they have now."""
+def _table_sizes(
+  node: ZenSyncState,
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+  """Yields sharded tables with better buffer sizes than they have now.
+
+  Copies of a table exchange their unions, so that buffer has a size, too.
+  """
   for name, table in sync_state.tables(node).items():
     sizes, history = _recent(table)
     if len(history):
-      needs, row_bytes = np.maximum(history[:, :1], 1), 4 * sizes.width
-      (best,) = _cheapest(needs, row_bytes)
-      now = _cost(needs, [sizes.push], row_bytes)
-      if now > _LEAST_GAIN * _cost(needs, [best], row_bytes):
-        yield name, (best,)
+      buffers = 2 if sizes.devices > sizes.row_groups else 1
+      needs, row_bytes = np.maximum(history[:, :buffers], 1), 4 * sizes.width
+      best = _cheapest(needs, row_bytes)
+      now = _cost(needs, (sizes.push, sizes.pull)[:buffers], row_bytes)
+      if now > _LEAST_GAIN * _cost(needs, best, row_bytes):
+        yield name, tuple(best)
 
 
 def _recent(leaf: LeafState) -> tuple[sync_state.Sizes, np.ndarray]:
@@ -167,7 +174,7 @@ def told(state: Any) -> list[str]:
     return []
   given = "(params, opt_state)" if sizes else "opt_state"
   lines = [f"zenjax.tune({given}) would change:"]
-  for name, (rows,) in sizes:
+  for name, (rows, *_) in sizes:
     lines.append(f"  {name}: buffers of {rows} rows for each pair of devices")
   for name, choice, fewer in leaf_changes:
     action, gain = "dense all-reduce", "faster"
@@ -183,57 +190,96 @@ def told(state: Any) -> list[str]:
 
 def changes(node: ZenSyncState, link: Link | None) -> Iterator[Change]:
   """Yields the changes that `tune` makes to the plan of a state."""
-  tuned = dict(node.tuned)
+  tuned, joined = dict(node.tuned), collections.defaultdict(list)
   for name, leaf in sync_state.whole_leaves(node).items():
     sizes, history = _recent(leaf)
     if not len(history) or name in node.fixed:
       continue
-    # A scheme that the user chose stays. `sharded_optimizer` needs zen.
+    # Schemes stay that the user, a plan or a sharded_optimizer chose.
     scheme = sync_state.SCHEMES[sizes.scheme]
     chosen_here = name in tuned and scheme in _CHOSEN
-    stays = node.owners or (scheme != "zen" and not chosen_here)
-    change = None
+    stays = node.keeps_schemes or (scheme != "zen" and not chosen_here)
+    by_time = None
     if link is not None and not stays:
-      change = _by_time(name, leaf, link)
-    change = change or _by_counts(name, sizes, history, stays)
-    if change and tuned.get(name) != change.choice:
-      yield change
+      by_time = _by_time(name, leaf, link)
+    if by_time is None:
+      member = _Leaf(name, sizes, history, stays)
+      joined[sizes.joined, len(history)].append(member)
+    elif tuned.get(name) != by_time.choice:
+      yield by_time
+  for members in joined.values():
+    for change in _by_counts(members):
+      if tuned.get(change.name) != change.choice:
+        yield change
 
 
-def _by_counts(
-  name: str, sizes: sync_state.Sizes, history: np.ndarray, stays: bool
-) -> Change | None:
-  """Returns the change that sends fewest bytes; `stays` keeps the scheme."""
+class _Leaf(NamedTuple):
+  """A leaf whose plan may change."""
+
+  name: str
+  sizes: sync_state.Sizes
+  history: np.ndarray  # [steps, 2], what recent steps needed
+  stays: bool  # whether it keeps its scheme
+
+
+def _by_counts(members: Sequence[_Leaf]) -> Iterator[Change]:
+  """Yields the changes that send fewest bytes.
+
+  Args:
+    members: Leaves that are sent as one table. They share its buffers, so only
+      what they need together says how many rounds there are.
+  """
+  sizes, stays = members[0].sizes, members[0].stays
   scheme = sync_state.SCHEMES[sizes.scheme]
-  dense = history[:, 0] == sync_state.DENSE_STEP
+  dense = members[0].history[:, 0] == sync_state.DENSE_STEP
   if np.mean(dense) > 0.5:
-    return None if stays else Change(name, LeafChoice("dense"), 1.0)
-  needs = np.maximum(history[~dense], 1)
+    for member in members if not stays else ():
+      yield Change(member.name, LeafChoice("dense"), 1.0)
+    return
+  each = np.array([member.history[~dense] for member in members])
+  needs = np.maximum(each.sum(0), 1)
   row_bytes = 4 * sizes.width / sizes.column_groups
   round_bytes = _round_bytes(sizes, scheme, row_bytes)
   cost = lambda size: _cost(needs, size, row_bytes, round_bytes)
-  now = sizes.push, sizes.pull
+  now = [sum(x.sizes.push for x in members), sum(x.sizes.pull for x in members)]
   cost_now, rows_now = cost(now), _rows(needs, now)
+  shares = each.sum(1) / needs.sum(0)  # [members, 2]
+  divided = list(zip(members, shares))
   if scheme == "zen" and sizes.devices == 2 and not stays:
     # Owners save nothing between two devices: each pushes half of its rows and
     # pulls half of the union, which is at least as much as all rows once.
-    fullest = _sizes_for(np.max(needs, axis=0) * sizes.row_groups)
-    push, pull = [min(int(rows), sizes.num_rows) for rows in fullest]
-    if cost_now > _LEAST_GAIN * (push * 4 * sizes.width + _ROUND_BYTES):
-      choice = LeafChoice("all_gather", Capacity(push, pull))
-      return Change(name, choice, rows_now / (push * sizes.column_groups))
+    whole = _sizes_for(np.max(needs, axis=0) * sizes.row_groups)
+    if cost_now > _LEAST_GAIN * (whole[0] * 4 * sizes.width + _ROUND_BYTES):
+      for member, share in divided:
+        choice = LeafChoice("all_gather", _part(whole * share, member))
+        gain = rows_now / (whole[0] * sizes.column_groups)
+        yield Change(member.name, choice, gain)
+      return
   best = _cheapest(needs, row_bytes, round_bytes)
-  push, pull = [min(rows, sizes.num_rows) for rows in best]
-  size = Capacity(push, max(push, pull))
-  rows = _rows(needs, size)
-  # SparseRows have no dense path within a step. Rows to one owner:
-  dense_rows = 2 * sizes.num_rows / sizes.row_groups
-  if scheme == "zen" and rows > SPARSE["zen"].break_even * dense_rows:
-    if not stays:
-      return Change(name, LeafChoice("dense"), rows_now / dense_rows)
-  if cost_now < _LEAST_GAIN * cost(size):
-    return None
-  return Change(name, LeafChoice(scheme, size), rows_now / rows)
+  rows = _rows(needs, best)
+  staying = []
+  for member, share in divided:
+    # SparseRows have no dense path within a step. Rows to one owner:
+    dense_rows = 2 * member.sizes.num_rows / sizes.row_groups
+    part = SPARSE[scheme].break_even * dense_rows / rows
+    if scheme == "zen" and not stays and np.mean(share) > part:
+      gain = np.mean(share) * rows_now / dense_rows
+      yield Change(member.name, LeafChoice("dense"), gain)
+    else:
+      staying.append(member)
+  if staying and len(staying) < len(members):
+    yield from _by_counts(staying)
+  elif staying and cost_now > _LEAST_GAIN * cost(best):
+    for member, share in divided:
+      choice = LeafChoice(scheme, _part(best * share, member))
+      yield Change(member.name, choice, rows_now / rows)
+
+
+def _part(size: np.ndarray, member: _Leaf) -> Capacity:
+  """Returns a leaf's part of buffers, in whole rows."""
+  rows = np.clip(np.ceil(size), 1, member.sizes.num_rows).astype(int)
+  push, pull = rows.tolist()
+  return Capacity(push, max(push, pull))
 
 
 def _round_bytes(

@@ -76,7 +76,6 @@ class ExchangePlan:
     most_push: The most rows that a device may have for one row group.
     most_pull: The most rows that the union of a row group may have.
     tables: The leaves that are concatenated to this table, in order.
-    parts: The part of each of `tables` in `push` and `pull`.
     rooms: For SparseRows, how many rows of each of `tables` all devices
       together may hold; empty for an array.
     kernels: Which implementation does local work: `kernels=` of `zen_sync`.
@@ -90,7 +89,6 @@ class ExchangePlan:
   most_push: int
   most_pull: int
   tables: tuple[Table, ...]
-  parts: tuple[Capacity, ...]
   rooms: tuple[int, ...] = ()
   kernels: Kernels = "xla"
 
@@ -164,10 +162,9 @@ def plan_table(
   default = _default_sizes(table, layout, column_groups, devices)
   weights = [x.look_ups or x.num_rows for x in tables]
   shares = np.array(weights)[:, None] / sum(weights) * default
-  wanted = np.array([x or share for x, share in zip(sizes, shares)])
-  whole = np.rint(wanted.sum(0))
-  push, pull = np.minimum(whole, (most_push, most_pull)).astype(int).tolist()
-  parts = np.rint(np.maximum(wanted * (push, pull) / whole, 1)).astype(int)
+  wanted = np.array([x or share for x, share in zip(sizes, shares)]).sum(0)
+  most = most_push, most_pull
+  push, pull = np.minimum(np.rint(wanted), most).astype(int).tolist()
   return ExchangePlan(
     table=table,
     layout=layout,
@@ -177,7 +174,6 @@ def plan_table(
     most_push=most_push,
     most_pull=most_pull,
     tables=tuple(tables),
-    parts=tuple([Capacity(*part) for part in parts.tolist()]),
     rooms=rooms,
     kernels=kernels,
   )

@@ -39,17 +39,22 @@ def choose(
 ) -> Choice:
   """Chooses how a sparse leaf is exchanged.
 
-  The plan decides, if there is one. Otherwise your arguments do, and
-  `zenjax.tune` decides what they leave open: sizes, and the scheme if it is the
-  default.
+  A plan decides the scheme, and the first sizes, which `zenjax.tune` may
+  change. Without one, your arguments decide, and `tune` decides what they leave
+  open: sizes, and the scheme if it is the default.
   """
+  tuned_leaf = tuned.get(table.name, LeafChoice(options.scheme))
   if options.plan:
     require_mesh(options.plan, tuple(zip(context.axes, context.sizes)))
     leaf = options.plan.by_name[table.name]
     sizes = Capacity(*leaf.capacities) if leaf.capacities else None
-    choice = Choice(leaf.scheme, leaf.column_groups, sizes, leaf.group)
+    choice = Choice(
+      scheme=leaf.scheme,
+      column_groups=leaf.column_groups,
+      capacities=tuned_leaf.capacities or sizes,
+      group=leaf.group,
+    )
   else:
-    tuned_leaf = tuned.get(table.name, LeafChoice(options.scheme))
     sizes = options.capacities
     if isinstance(sizes, dict):
       sizes = sizes.get(table.name)

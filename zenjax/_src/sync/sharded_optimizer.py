@@ -482,9 +482,11 @@ class Owners:
     ]
     for i, fact in zip(tables, facts):
       if table := given.tables.get(i):
-        # Buffers have the size that a fetch has, without a limit.
+        # Buffers have the size that a fetch has. The union has no limit but,
+        # if copies of a table exchange their unions, what `tune` has chosen.
         size = fetch.buffer_size(fact.look_ups or 1, table.layout, table.sizes)
-        sizes = Capacity(size, min(table.num_rows, size * table.devices))
+        union = [*table.sizes[1:], size * context.devices][0]
+        sizes = Capacity(size, min(table.num_rows, union))
       else:
         tuned = dict(sync.tuned)
         sizes = leaf_tables.choose(fact, options, tuned, context).capacities

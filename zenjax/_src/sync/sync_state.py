@@ -49,6 +49,7 @@ class Sizes(NamedTuple):
   push: Any  # buffer sizes of a round
   pull: Any
   scheme: Any  # index in `SCHEMES`
+  joined: Any  # number of the first leaf that is sent in the same table
 
 
 class Last(NamedTuple):
@@ -122,7 +123,8 @@ class ZenSyncState:
       Before the first step, what `op` says.
     tuned: `(name, choice)` of the leaves that `zenjax.tune` planned. Static.
     fixed: Names of leaves whose buffer sizes you gave. Static.
-    owners: Whether the state belongs to a `sharded_optimizer`. Static.
+    keeps_schemes: Whether `zenjax.tune` keeps the schemes, which belong to a
+      plan or to a `sharded_optimizer`. Static.
 
   Example:
     >>> import zenjax
@@ -141,7 +143,9 @@ class ZenSyncState:
   fixed: frozenset[str] = dataclasses.field(
     default=frozenset(), metadata={"static": True}
   )
-  owners: bool = dataclasses.field(default=False, metadata={"static": True})
+  keeps_schemes: bool = dataclasses.field(
+    default=False, metadata={"static": True}
+  )
 
   def replace(self, **changes: Any) -> "ZenSyncState":
     """Returns the state with some fields changed."""
@@ -158,7 +162,7 @@ def empty(
 ) -> ZenSyncState:
   """Returns the state before the first step, with a leaf for each name."""
   compat.serialize_with_flax(ZenSyncState, LeafState)
-  fixed = names if options.plan or options.capacities else ()
+  fixed = names if options.capacities else ()
   if isinstance(options.capacities, dict):
     fixed = options.capacities
   return ZenSyncState(
@@ -169,7 +173,7 @@ def empty(
     },
     mean=jnp.asarray(options.mean, jnp.int32),
     fixed=frozenset(fixed),
-    owners=owners,
+    keeps_schemes=owners or options.plan is not None,
   )
 
 
@@ -195,29 +199,31 @@ def after_step(
 ) -> dict[str, LeafState]:
   """Returns the states of the leaves of one table after step number `step`.
 
-  Leaves that are sent as one table are counted together: counts of pairs and
-  owners are divided in proportion to the rows of their sums. In the history,
-  they are divided like the buffers, so a leaf needs more than its part exactly
-  where all of them together need more. `other_bytes` are the bytes that each
-  leaf received outside of this exchange.
+  Leaves that are sent as one table are counted together. Counts of pairs and
+  owners, bytes and buffers are divided in proportion to the rows of their sums.
+  `other_bytes` are the bytes that each leaf received outside of this exchange.
   """
-  shares = counts.union / jnp.maximum(jnp.sum(counts.union), 1)
   dense = counts.dense.astype(jnp.float32)
+  messages = exchange.messages([plan], scheme, context)
+  round_bytes = base.received_bytes(messages, context)
+  wire_bytes = counts.rounds.astype(jnp.float32) * round_bytes
+  total, number = jnp.sum(counts.union), len(plan.tables)
+  shares = jnp.where(total, counts.union / jnp.maximum(total, 1), 1 / number)
+
+  def part(x: Any, share: jax.Array) -> Any:
+    """Returns a leaf's part of rows, rounded up; just a whole stays whole."""
+    return x if number == 1 else jnp.ceil(x * share * (1 - 1e-6))
+
   states = {}
-  for i, table in enumerate(plan.tables):
-    share = shares[i] if len(plan.tables) > 1 else jnp.float32(1)
-    alone = _alone(plan, i)
-    messages = exchange.messages([alone], scheme, context)
-    round_bytes = base.received_bytes(messages, context)
-    wire_bytes = counts.rounds.astype(jnp.float32) * round_bytes
+  for table, union, share in zip(plan.tables, counts.union, shares):
     dense_bytes = base.dense_bytes(table, context.devices)
     last = Last(
       local_rows=counts.pushed * share / context.devices,
-      union_rows=counts.union[i],
+      union_rows=union,
       push_need=counts.fullest * share,
       pull_need=counts.owner * share,
       rounds=counts.rounds,
-      wire_bytes=wire_bytes + dense * dense_bytes + other_bytes,
+      wire_bytes=wire_bytes * share + dense * dense_bytes + other_bytes,
       dense_bytes=dense_bytes,
       went_dense=dense,
     )
@@ -225,43 +231,24 @@ def after_step(
       num_rows=table.num_rows,
       width=table.width,
       devices=context.devices,
-      row_groups=alone.layout.groups,
-      column_groups=alone.column_groups,
-      push=alone.push,
-      pull=alone.pull,
+      row_groups=plan.layout.groups,
+      column_groups=plan.column_groups,
+      push=part(plan.push, share),
+      pull=part(plan.pull, share),
       scheme=SCHEMES.index(scheme.name),
+      joined=list(leaves).index(plan.tables[0].name),
     )
-    need = jnp.stack([counts.fullest, counts.owner])
-    if len(plan.tables) > 1:
-      part = np.divide(plan.parts[i], (plan.push, plan.pull))
-      # A need of just the whole buffer must not round up to one row more.
-      need = jnp.ceil(need * (part * (1 - 1e-6)))
+    need = jnp.stack([part(x, share) for x in (counts.fullest, counts.owner)])
     need = jnp.where(counts.dense, DENSE_STEP, need.astype(jnp.int32))
     place = lax.rem(step, jnp.asarray(HISTORY, step.dtype))
     history = leaves[table.name].history
     states[table.name] = dataclasses.replace(
       leaves[table.name],
-      sizes=jnp.array(sizes, jnp.int32),
+      sizes=jnp.stack([jnp.asarray(x, jnp.int32) for x in sizes]),
       last=jnp.stack([jnp.asarray(x, jnp.float32) for x in last]),
       history=lax.dynamic_update_index_in_dim(history, need, place, axis=0),
     )
   return states
-
-
-def _alone(plan: ExchangePlan, number: int) -> ExchangePlan:
-  """Returns the plan of one of several tables that are sent as one."""
-  if len(plan.tables) == 1:
-    return plan
-  table, part = plan.tables[number], plan.parts[number]
-  return dataclasses.replace(
-    plan,
-    table=table,
-    push=part.push,
-    pull=part.pull,
-    tables=(table,),
-    parts=(part,),
-    rooms=plan.rooms[number : number + 1],
-  )
 
 
 def after_dense_step(
@@ -278,6 +265,7 @@ def after_dense_step(
     push=0,
     pull=0,
     scheme=SCHEMES.index(DENSE),
+    joined=0,
   )
   last = Last(*[float("nan")] * len(Last._fields))._replace(
     rounds=0.0, wire_bytes=nbytes, dense_bytes=nbytes, went_dense=1.0

@@ -40,13 +40,13 @@ def buffer_size(look_ups: int, layout: Layout, sizes: Sequence[int]) -> int:
   Args:
     look_ups: `K`.
     layout: The table's layout, which has the number of owners.
-    sizes: The table's own size `(C,)`, or empty for the default.
+    sizes: The table's own sizes, `C` first, or empty for the default.
   """
   n = layout.groups
   if n == 1:
     return look_ups
   default = math.ceil(buffer_sizes.fullest(look_ups * _PART, n, n * n))
-  (size,) = sizes or (max(default, _LEAST),)
+  size = sizes[0] if sizes else max(default, _LEAST)
   return max(1, min(size, look_ups, layout.slots))
 
 

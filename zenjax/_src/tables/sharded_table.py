@@ -54,7 +54,8 @@ class ShardedTable(NoArray):
     replicas: Further axes over which batches are split. Along these axes every
       device has the same rows.
     stack: `(T,)` for a stack; it may have more dimensions.
-    sizes: `(rows,)`, the buffer size for one pair of devices; empty for the
+    sizes: The buffer size in rows for one pair of devices, and with copies also
+      the size for the union of an owner, from `zenjax.tune`; empty for the
       default.
     wire_dtype: Dtype in which rows and their gradients are sent; None for the
       dtype of the table.

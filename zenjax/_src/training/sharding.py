@@ -150,7 +150,7 @@ def _sharded_state(
     if is_sharded(x)
   }
   step, mean = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-  sync = sync_state.ZenSyncState(step, memory, mean, owners=True)
+  sync = sync_state.ZenSyncState(step, memory, mean, keeps_schemes=True)
   sync = jax.tree.map(lambda x: sharding.replicated(x, mesh), sync)
   return ShardedOptimizerState(sync, inner)
 
