@@ -3,8 +3,7 @@
 The prediction assumes that nothing overlaps. Leaves of one exchange pay its
 latencies once, so leaves cannot be chosen one by one. Instead, every set of
 exchanges is tried: each leaf takes the best way that the set allows, and the
-set with the shortest step wins. The dense sum of an array is in every set,
-because every program can have it.
+set with the shortest step wins.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -59,7 +58,7 @@ def choose(
     leaves: The ways of each leaf.
     limit: Bytes of memory that all leaves may take together.
     most: Exchanges that one program can have besides dense sums.
-    worth: One more exchange must reduce the time to less than this part.
+    worth: One more of these must reduce the time to less than this part.
 
   Returns:
     None if nothing fits.
@@ -68,10 +67,11 @@ def choose(
   names = {x.exchange for ways in raised for x in ways.values()} - {DENSE}
   best, least, used = None, (math.inf, math.inf), 0
   for size in range(len(names) + 1):
-    for exchanges in itertools.combinations(sorted(names), size):
+    sets = itertools.combinations(sorted(names), size)
+    for exchanges, dense in itertools.product(sets, ((DENSE,), ())):
       allowed = [
-        {way: x for way, x in ways.items() if x.exchange in (DENSE, *exchanges)}
-        for ways in raised
+        {way: x for way, x in of.items() if x.exchange in (*exchanges, *dense)}
+        for of in raised
       ]
       if size > most or not all(allowed):
         continue

@@ -33,6 +33,7 @@ from zenjax._src.sync.plans import form_of
 from zenjax._src.sync.plans import FORMS
 from zenjax._src.sync.plans import LeafPlan
 from zenjax._src.sync.plans import Plan
+from zenjax._src.sync.plans import XLA
 
 # Buffers get more rows than the mean step needs, because steps differ.
 _SPARE = 1.05
@@ -108,13 +109,16 @@ def plan(
       `"bfloat16"` or `"int8"`, lets gradients of dense layers and rows of
       replicated tables be rounded to it, where that is faster. A compressor,
       such as `zenjax.compress.ExDyna(0.01)` or its name `"ExDyna(0.01)"`, is
-      for dense layers. With `tx`, a plan that may compress is for a step in
-      `zenjax.data_parallel`. There, `"sharded-xla"` is left out, and with
-      several axes `"sharded"`, too.
+      for dense layers. With `tx`, a plan that compresses is for a step in
+      `zenjax.data_parallel`, in which no table is `"sharded-xla"`. With several
+      axes none is `"sharded"`, and with `clip_norm` neither `"sharded"` nor
+      `"replicated-zero1"`. The plan compresses only if the step is shorter all
+      the same.
     local_seconds: What `zenjax.planner.measure_compressors` returned for the
       compressors that you allow, if you have the machine. By default, these
       times are predicted from the memory bandwidth of the topology.
-    capacities: Buffer sizes `(push, pull)` in rows, by parameter name.
+    capacities: Buffer sizes `(push, pull)` in rows to begin with, by parameter
+      name. `zenjax.tune` may change them.
     memory_bytes: With `tx`, the limit on a device's parameters, state,
       gradients and buffers, without activations. By default 3/4 of the
       topology's memory.
@@ -271,7 +275,51 @@ def _with_optimizer(
 
 
 def answer(question: Question) -> Plan:
-  """Returns the plan with the shortest step."""
+  """Returns the plan with the shortest step.
+
+  Gradients are compressed only in a per-device step, in which tables have fewer
+  forms. So if both are to be chosen, the best program of each kind is compared.
+  """
+  if question.optimizer is None:
+    return _answer(question)
+  plain = _answer(dataclasses.replace(question, compressors=()))
+  if not question.compressors:
+    return plain
+  refused = same_training.beside_compressed(question)
+  for form in question.forms.values():
+    if form in refused:
+      return _not_compressed(plain, question, refused[form])
+  try:
+    other = _answer(dataclasses.replace(question, per_device=True))
+  except _NothingFitsError:
+    return _not_compressed(plain, question, "tables would not fit in memory")
+  ratio = other.seconds / max(plain.seconds, 1e-12)
+  if not any(leaf.compressor for leaf in other.leaves):
+    return _not_compressed(plain, question, "compression gains too little")
+  if ratio < choice.MARGIN:
+    return other
+  why = f"with compression, a step takes {ratio:.3g}x as long"
+  if forms := [form for form in refused if form != XLA]:
+    why += f" (tables cannot be {' or '.join(forms)}: {refused[forms[0]]})"
+  return _not_compressed(plain, question, why)
+
+
+class _NothingFitsError(ValueError):
+  """Raised if a device's memory is too small."""
+
+
+def _not_compressed(plan: Plan, question: Question, why: str) -> Plan:
+  """Returns a plan that says why it does not compress large gradients."""
+  names = [g.name for g in question.gradients if g.may_be_compressed]
+  leaves = [
+    dataclasses.replace(leaf, reason=why) if leaf.name in names else leaf
+    for leaf in plan.leaves
+  ]
+  return dataclasses.replace(plan, leaves=tuple(leaves))
+
+
+def _answer(question: Question) -> Plan:
+  """Returns the plan with the shortest step, of one kind of program."""
   predicted = predictions.every_way(question)
   possible = same_training.ways(question, predicted)
   gradients = question.gradients
@@ -339,7 +387,7 @@ def _of_tables(
     )
   if fitting is None:
     least = sum(min(x.memory for x in ways.values()) for ways in allowed)
-    raise ValueError(
+    raise _NothingFitsError(
       f"`memory_bytes` must hold the tables, at least {text.size(least)} per"
       f" device, and {text.size(rest)} of other parameters, got"
       f" {text.size(limit)}. Use more devices, or an optimizer with less state,"
@@ -457,14 +505,14 @@ def _reason(
     reason = (
       f"{_in_words(fastest)} takes {part:.3g}x as long, but too much memory"
     )
+  if way == PMEAN and reason.endswith("by itself"):
+    reason += ", but the whole step would gain too little"
   if reason and gradient.is_table and gradient.name not in question.profiles:
     reason += ", densities assumed"
   if question.optimizer is not None and gradient.look_ups is not None:
     reason = reason or "no other form"
     if question.optimizer.sums:
       reason += "; clip by clip_norm= instead of in tx to have more forms"
-  if way == PMEAN and reason.endswith("by itself"):
-    reason += ", but the whole step would gain too little"
   return reason
 
 

@@ -100,6 +100,8 @@ class Question:
     optimizer: The optimizer; None if tables stay replicated.
     forms: Forms that the user demands, by leaf name.
     memory_bytes: Limit on a device's memory; None for no limit.
+    per_device: Whether the program runs inside `data_parallel`, so that dense
+      gradients can be compressed.
   """
 
   gradients: tuple[Gradient, ...]
@@ -116,11 +118,7 @@ class Question:
   optimizer: Optimizer | None = None
   forms: Mapping[str, str] = dataclasses.field(default_factory=dict)
   memory_bytes: float | None = None
-
-  @property
-  def per_device(self) -> bool:
-    """True if the program of the plan runs inside `data_parallel`."""
-    return self.optimizer is not None and bool(self.compressors)
+  per_device: bool = False
 
   @property
   def model(self) -> CostModel:

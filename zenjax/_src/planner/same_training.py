@@ -15,7 +15,7 @@ from zenjax._src.sync.plans import SHARDED
 from zenjax._src.sync.plans import XLA
 from zenjax._src.sync.plans import ZERO1
 
-# Why some forms are not possible.
+# Why a table cannot have some forms.
 MOVES = (
   "`tx` may change rows that have no gradient, so an array of all rows would"
   " train differently"
@@ -24,17 +24,14 @@ SUMS = (
   "`tx` sums over all rows, but each device would see only some of them. To"
   " clip by a norm, give `clip_norm=`"
 )
-APART = (
-  "updates depend on a sum over all gradients, such as a norm, but compressed"
-  " gradients are updated apart from sharded tables"
+# The same if gradients are compressed, inside `zenjax.data_parallel`.
+_APART = (
+  "updates depend on a norm of all gradients, and owners of rows do not see"
+  " compressed gradients"
 )
-_BY_XLA = (
-  "with `allow` the step runs inside `zenjax.data_parallel`, where XLA places"
-  " no tables"
-)
+_BY_XLA = "XLA shards no tables in a per-device step"
 _COPIES = (
-  "with `allow` the step runs inside `zenjax.data_parallel`, which takes no"
-  " copies of sharded tables along a second axis"
+  "a per-device step has no copies of sharded tables along a second axis"
 )
 
 
@@ -60,6 +57,16 @@ def ways(
   ]
 
 
+def beside_compressed(question: Question) -> dict[str, str]:
+  """Returns why tables cannot have some forms if gradients are compressed."""
+  refused = {XLA: _BY_XLA}
+  if len(question.axes) > 1:
+    refused[SHARDED] = _COPIES
+  if question.optimizer is not None and question.optimizer.sums_all:
+    refused |= {form: _APART for form in OF_OWNERS}
+  return refused
+
+
 def _of_table(
   question: Question,
   gradient: Gradient,
@@ -71,11 +78,7 @@ def _of_table(
   if gradient.name not in optimizer.resting:
     refused |= {k: MOVES for k in OF_ARRAYS}
   if question.per_device:
-    refused[XLA] = _BY_XLA
-    if len(question.axes) > 1:
-      refused[SHARDED] = _COPIES
-    if optimizer.sums_all:
-      refused |= {k: APART for k in OF_OWNERS}
+    refused |= beside_compressed(question)
   if optimizer.sums:
     refused |= {k: SUMS for k in OF_OWNERS}
   mixing = optimizer.mixing.get(gradient.name)

@@ -50,6 +50,8 @@ def every_form(
   profile, model = question.profile(gradient), question.model
   context, work = model.context, model.work
   n, last = context.devices, context.sizes[-1]
+  # Owners that clip need the norm of all sums first, so rows are pushed twice.
+  clips = int(question.optimizer.clip_norm is not None)
   rows = gradient.table.num_rows
   row = gradient.shape[-1] * gradient.dtype.itemsize
   # Without a number of lookups, each touched row counts as one.
@@ -70,13 +72,20 @@ def every_form(
       memory=whole + gradient_bytes + x.memory,
     )
   if len(context.axes) == 1:
-    zen, slots = Way("zen"), Layout(num_rows=rows, groups=n).slots
+    zen, slots = ways[Way("zen")], Layout(num_rows=rows, groups=n).slots
+    push, _ = zen.sizes or (0.0, 0.0)
+    words = n * push * (row + 4) / 4
+    first = model.of_messages(
+      ZERO1, clips * [Message("all_to_all", context.axes, words)]
+    )
     found[Way(ZERO1)] = dataclasses.replace(
-      ways[zen],
+      zen,
       exchange=ZERO1,
       sizes=None,  # `zenjax.tune` chooses them.
-      seconds=ways[zen].seconds + moved(union / n, step_row),
-      memory=found[zen].memory - (rows - slots) * state_row,
+      seconds=zen.seconds + first.seconds + moved(union / n, step_row),
+      once_s=zen.once_s + first.once_s,
+      received=zen.received + first.received,
+      memory=found[Way("zen")].memory - (rows - slots) * state_row,
     )
   if len(gradient.shape) != 2:
     return found
@@ -91,7 +100,7 @@ def every_form(
     # XLA makes collectives for each array, so tables do not share latency.
     found[Way(XLA)] = dataclasses.replace(by_xla, once_s=0.0)
   if last > 1:
-    messages = _by_owners(gradient, look_ups, profile, context)
+    messages = _by_owners(gradient, look_ups, profile, context, clips)
     words = sum(m.words for m in messages)
     pushed = min(profile.union_of(last), rows) / last
     slots = Layout(num_rows=rows, groups=last).slots
@@ -123,12 +132,16 @@ def _by_xla(look_ups: float, row: int, context: Context) -> list[Message]:
 
 
 def _by_owners(
-  gradient: Gradient, look_ups: float, profile: Profile, context: Context
+  gradient: Gradient,
+  look_ups: float,
+  profile: Profile,
+  context: Context,
+  clips: int,
 ) -> list[Message]:
   """Returns the collectives of a step with a table of `zenjax.tables.shard`.
 
   Owners are along the last axis. With further axes, owners of the same rows
-  gather each other's sums.
+  gather each other's sums. If `clips` is 1, gradients are sent twice.
   """
   rows, width = gradient.shape
   *others, last = context.axes
@@ -144,8 +157,9 @@ def _by_owners(
     Message("all_to_all", (last,), ids),
     Message("all_reduce", context.axes, 1.0),  # The number of rounds.
     Message("all_to_all", (last,), brought),
-    Message("all_to_all", (last,), pushed),
   ]
-  if others:
-    messages.append(Message("all_gather", tuple(others), pushed))
+  for _ in range(1 + clips):
+    messages.append(Message("all_to_all", (last,), pushed))
+    if others:
+      messages.append(Message("all_gather", tuple(others), pushed))
   return messages

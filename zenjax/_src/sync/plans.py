@@ -277,7 +277,7 @@ class Plan(checked_json.Document):
       return "pmean"
     if self.gain > 1 + ERROR or not self.dense_fits:
       return "plan"
-    return "neither"
+    return "pmean" if self.gain < 1 / (1 + ERROR) else "neither"
 
   @property
   def dense_fits(self) -> bool:
@@ -492,7 +492,7 @@ def _verdict(plan: Plan) -> str:
   gain = f"{what} predicted to be {plan.gain:.2f}x as fast as with pmean alone"
   if not plan.dense_fits:
     return f"{gain}, which does not fit in memory."
-  if plan.better == "plan":
+  if plan.better != "neither":
     return f"{gain}."
   return f"no difference: {gain}, which is within the error of predictions."
 
