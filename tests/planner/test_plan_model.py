@@ -242,6 +242,12 @@ def test_no_plan_by_one_way_for_all_tables_is_better():
     (dict(tx=optax.sgd(0.1), grad=jax.value_and_grad), ["return rows of a"]),
     (dict(profile={"tabel": FEW}), ["`profile`", "'tabel'", "'table'"]),
     (dict(profile={"table": 3}), ["`profile` must map", "3"]),
+    (
+      dict(
+        profile={"table": Profile(rows=2e5, fullest=2e5, union=2e5, devices=1)}
+      ),
+      ["`profile` of 'table'", "100000"],
+    ),
     (dict(profile={}, trace="x"), ["`trace`", "`profile`"]),
     (dict(capacities={"x": (1, 2)}), ["`capacities`", "'x'"]),
     (dict(capacities=(16, 64)), ["`capacities` must map"]),

@@ -119,9 +119,9 @@ MACHINES: dict[str, Machine] = {
 
 def known_machine(name: str) -> Machine:
   """Returns an entry of `MACHINES`; raises `ValueError` if there is none."""
-  if name not in MACHINES:
+  if not isinstance(name, str) or name.lower() not in MACHINES:
     raise ValueError(
       f"`machine` must be one of {', '.join(MACHINES)}, got {name!r}. Measure"
       " other machines with `zenjax.planner.measure_links`."
     )
-  return MACHINES[name]
+  return MACHINES[name.lower()]

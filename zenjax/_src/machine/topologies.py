@@ -92,20 +92,6 @@ class Topology(checked_json.Document):
     """
     return dataclasses.replace(self, sizes=(hosts, *self.sizes[1:]))
 
-  def with_rate(self, bits: float) -> "Topology":
-    """Returns the same machine with another network along the slowest level.
-
-    Args:
-      bits: Line rate of a network card in bits per second. The devices of a
-        host share its cards.
-    """
-    link = _network_link(
-      bits, self.ports / math.prod(self.sizes[1:]), self.links[0].work
-    )
-    name = self.name.partition(", network ")[0]
-    name = f"{name}, network {rates.in_words(bits)}"
-    return dataclasses.replace(self, links=(link, *self.links[1:]), name=name)
-
   @classmethod
   def preset(
     cls,

@@ -183,6 +183,13 @@ def ask(
       f" {profile!r}. Pass the result of `zenjax.planner.profile(state)`."
     )
   check_names("profile", known, list(rows))
+  for name, x in known.items():
+    if max(x.rows, x.fullest) > 1.001 * rows[name]:
+      raise ValueError(
+        f"`profile` of {name!r} must count rows of that table, which has"
+        f" {rows[name]}, got {x}. Count different rows, as"
+        " `len(np.unique(ids))` does."
+      )
   # What was counted says more than what the loss does with a table.
   sparse = {name for name, x in known.items() if x.union < rows[name]}
   gradients = tuple(

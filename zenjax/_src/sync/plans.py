@@ -37,7 +37,7 @@ SYNCED = (REPLICATED, ROWS)
 # Forms that are also the name of their scheme, since they have only one.
 _BY_THEMSELVES = (XLA, *OF_OWNERS)
 # From this many sharded tables of one width on, a plan advises to join them.
-_MANY = 4
+_MANY = 3
 
 _Count = Annotated[int, NOT_NEGATIVE]
 

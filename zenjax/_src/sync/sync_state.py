@@ -296,8 +296,9 @@ def require(state: Any, *others: Any) -> list[ZenSyncState]:
   if not any(nodes(state, kind) for kind in (ZenSyncState, *others)):
     raise ValueError(
       "`state` must hold a state of `zen_sync`, `sharded_optimizer` or"
-      f" `compress.all_reduce`, got {type(state).__name__}. With nnx, pass the"
-      " optimizer itself, because `nnx.state` forgets types."
+      f" `compress.all_reduce`, got {type(state).__name__}. A plan that sends"
+      " nothing by rows has none. With nnx, pass the optimizer itself, because"
+      " `nnx.state` forgets types."
     )
   return find(state)
 
