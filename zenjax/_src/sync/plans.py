@@ -520,7 +520,7 @@ def _advice(plan: Plan) -> list[str]:
   if plan.per_device:
     notes.append(
       "the step of `set_up` is for `zenjax.data_parallel`, because gradients"
-      " may be compressed"
+      " are compressed"
     )
   return notes
 
