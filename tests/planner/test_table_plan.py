@@ -356,6 +356,33 @@ def test_buffers_of_a_profile_are_tuned():
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
+def test_a_plan_without_an_optimizer_is_set_up_with_its_compressor():
+  mesh, axes = mesh_of(N)
+  shape = jax.ShapeDtypeStruct
+  loss = lambda w, x: jnp.mean((x @ w) ** 2)
+  made = plan_of(
+    loss,
+    shape((256, 256), jnp.float32),
+    shape((8, 256), jnp.float32),
+    topology=Topology.network("100 Mbit/s", N),
+    axis_name=axes,
+    allow=["LowBit(8)"],
+  )
+  program = set_up(made, jnp.ones((256, 256)), optax.sgd(0.1), mesh)
+
+  def step(state, x):
+    value, grads = program.value_and_grad(loss)(state[0], x)
+    updates, opt_state = program.tx.update(grads, state[1], state[0])
+    return (optax.apply_updates(state[0], updates), opt_state), value
+
+  run = jax.jit(zenjax.data_parallel(step, mesh, axes))
+  split = jax.NamedSharding(mesh, jax.P(axes))
+  x = jax.device_put(jnp.ones((8 * N, 256)), split)
+  state, _ = run((program.params, program.opt_state), x)
+  sent = zenjax.stats(state[1])["compressed"]
+  assert made.per_device and sent["dense_bytes"] > 3.5 * sent["wire_bytes"]
+
+
 def test_what_is_allowed_makes_no_plan_slower():
   """With a clip, compressed gradients cannot be beside sharded tables."""
   shape = jax.ShapeDtypeStruct

@@ -294,7 +294,7 @@ def answer(question: Question) -> Plan:
   except _NothingFitsError:
     return _not_compressed(plain, question, "tables would not fit in memory")
   ratio = other.seconds / max(plain.seconds, 1e-12)
-  if not any(leaf.compressor for leaf in other.leaves):
+  if not other.per_device:
     return _not_compressed(plain, question, "compression gains too little")
   if ratio < choice.MARGIN:
     return other
@@ -477,7 +477,6 @@ def planned(
     dense_memory_bytes=dense_held,
     limit_bytes=question.memory_bytes,
     clip_norm=question.optimizer and question.optimizer.clip_norm,
-    per_device=question.per_device,
   )
 
 

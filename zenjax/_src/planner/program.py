@@ -45,7 +45,7 @@ class Program(NamedTuple):
   """The parts of a planned training step.
 
   `zenjax.planner.set_up` makes it for a mesh. The step runs in plain `jit`,
-  with the loss of the whole batch. If the plan may compress gradients, it runs
+  with the loss of the whole batch. If the plan compresses gradients, it runs
   inside `zenjax.data_parallel`, with the loss of a device's part.
 
   Attributes:
@@ -87,7 +87,7 @@ def set_up(
       updates, opt_state = program.tx.update(grads, opt_state, params)
       params = optax.apply_updates(params, updates)
 
-  If the plan may compress gradients (`plan.per_device`), put the same three
+  If the plan compresses gradients (`plan.per_device`), put the same three
   lines into a step for `zenjax.data_parallel`, with the loss of one device's
   part of a batch.
 

@@ -192,7 +192,6 @@ class Plan(checked_json.Document):
     dense_memory_bytes: The same if all leaves take pmean.
     limit_bytes: Limit on the memory of a device; None if none is known.
     clip_norm: Norm to which `set_up` clips gradients; None for no clipping.
-    per_device: Whether `set_up` makes a step for `zenjax.data_parallel`.
     jax_version: Release of JAX that made it.
 
   Example:
@@ -216,7 +215,6 @@ class Plan(checked_json.Document):
   dense_memory_bytes: float | None = None
   limit_bytes: float | None = None
   clip_norm: float | None = None
-  per_device: bool = False
   jax_version: str = jax.__version__
 
   _VERSION: ClassVar[tuple[str, int]] = "zenjax_plan", 3
@@ -260,6 +258,14 @@ class Plan(checked_json.Document):
   def devices(self) -> int:
     """Number of devices of the mesh."""
     return math.prod(n for _, n in self.mesh)
+
+  @property
+  def per_device(self) -> bool:
+    """True if gradients are compressed, which takes a per-device step.
+
+    `zenjax.planner.set_up` then makes a program for `zenjax.data_parallel`.
+    """
+    return any(leaf.compressor for leaf in self.leaves)
 
   @property
   def pays(self) -> bool:
