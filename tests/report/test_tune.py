@@ -519,3 +519,85 @@ def test_copies_of_a_sharded_table_are_tuned_for_one_round():
   assert sent[5]["rounds"] > 1 and sent[-1]["rounds"] == 1
   assert sent[-1]["wire_bytes"] < 0.8 * sent[5]["wire_bytes"]
   assert zenjax.tune(state) is state
+
+
+@pytest.mark.parametrize("scheme", ["zen", "all_gather"])
+def test_needs_of_another_scheme_are_forgotten(scheme):
+  """Rows for an owner, and rows for all devices, are different numbers."""
+  tx: Any = zen(sparse=True, scheme=scheme)
+  ids = np.arange(2_000)
+  ids = jnp.stack([jnp.asarray(ids), jnp.asarray(ids) + 900])
+  values = jnp.ones((2, 2_000, WIDTH))
+  link = zenjax.planner.Link(bandwidth=1e8, latency_s=1e-6)
+
+  def update(state, ids, values):
+    rows = zenjax.SparseRows(ids, values, ROWS)
+    return tx.update(rows, state)[1]
+
+  step = jax.jit(jax.vmap(update, in_axes=(None, 0, 0), axis_name="data"))
+  state, rounds = tx.init(jnp.zeros((ROWS, WIDTH))), []
+  for i in range(12):
+    state = jax.tree.map(lambda x: x[0], step(state, ids, values))
+    rounds.append(zenjax.stats(state)["leaf"]["rounds"])
+    if i in (5, 7, 9):
+      state = zenjax.tune(state, link=link if i == 9 else None)
+  assert rounds[5] > 1 and rounds[6:] == [1] * 6
+  assert zenjax.tune(state) is state
+  assert scheme == "zen" or tuned(state)["leaf"].scheme == scheme
+
+
+def test_a_table_takes_no_size_of_another_whose_name_ends_its_own():
+  mesh = jax.sharding.Mesh(jax.devices()[:4], ("data",))
+  tx = zenjax.sharded_optimizer(optax.sgd(0.1), "data", mesh=mesh)
+  table = jnp.ones((40_000, 16))
+  params = zenjax.tables.shard({"t": table, "emb": {"t": table}}, mesh, "data")
+
+  def loss(params, few, many):
+    return params["t"][few].sum() + params["emb"]["t"][many].sum()
+
+  @jax.jit
+  def step(state, *ids):
+    _, grads = zenjax.value_and_grad(loss)(state[0], *ids)
+    updates, opt_state = tx.update(grads, state[1], state[0])
+    return optax.apply_updates(state[0], updates), opt_state
+
+  split = NamedSharding(mesh, P("data"))
+  draw = lambda seed, n: jax.device_put(
+    np.random.default_rng(seed).integers(0, n, 8_000), split
+  )
+  state = params, tx.init(params)
+  for few, many in ((200, 40_000), (40_000, 40_000)):
+    for seed in range(3):
+      state = step(state, draw(seed, few), draw(seed + 9, many))
+    state = zenjax.tune(state)
+  small, large = state[0]["t"].sizes, state[0]["emb"]["t"].sizes
+  state = step(state, draw(3, 40_000), draw(4, 40_000))
+  found = zenjax.stats(state[1])
+  assert found["t"]["rounds"] == found["emb.t"]["rounds"] == 1
+  assert abs(small[0] - large[0]) < 0.2 * large[0]
+  assert zenjax.tune(state) is state
+
+
+def test_one_owner_with_copies_is_tuned_once():
+  devices = np.array(jax.devices()[:4]).reshape(4, 1)
+  mesh = jax.sharding.Mesh(devices, ("pod", "chip"))
+  tx = zenjax.sharded_optimizer(optax.sgd(0.1), mesh.axis_names, mesh=mesh)
+  params = zenjax.tables.shard(
+    {"t": jnp.ones((20_000, 8))}, mesh, "chip", replicas="pod"
+  )
+  loss = lambda params, ids: params["t"][ids].sum()
+
+  @jax.jit
+  def step(state, ids):
+    _, grads = zenjax.value_and_grad(loss)(state[0], ids)
+    updates, opt_state = tx.update(grads, state[1], state[0])
+    return optax.apply_updates(state[0], updates), opt_state
+
+  state = params, tx.init(params)
+  split = NamedSharding(mesh, P(mesh.axis_names))
+  for i in range(8):
+    ids = np.random.default_rng(i % 4).zipf(1.2, 8_000) % 20_000
+    state = step(state, jax.device_put(ids, split))
+    state = zenjax.tune(state) if i == 3 else state
+  assert zenjax.tune(state) is state
+  assert "would change" not in zenjax.report(state)

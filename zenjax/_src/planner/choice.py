@@ -58,7 +58,7 @@ def choose(
     leaves: The ways of each leaf.
     limit: Bytes of memory that all leaves may take together.
     most: Exchanges that one program can have besides dense sums.
-    worth: One more of these must reduce the time to less than this part.
+    worth: Each after the first must reduce the time to less than this part.
 
   Returns:
     None if nothing fits.
@@ -81,7 +81,7 @@ def choose(
       chosen = [of_leaf[way] for of_leaf, way in zip(raised, ways)]
       # A tie goes to the choice with less memory.
       step = seconds(chosen), sum(x.memory for x in chosen)
-      wanted_s = worth * least[0] if size > used else least[0]
+      wanted_s = worth * least[0] if size > max(used, 1) else least[0]
       if step < (wanted_s, least[1]):
         best, least, used = ways, step, size
   return best

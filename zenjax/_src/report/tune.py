@@ -30,8 +30,6 @@ from zenjax._src.tables.sharded_table import ShardedTable
 _PERCENTILES = (50, 75, 90, 95, 100)
 # The latency of a round, expressed as bytes sent to each device.
 _ROUND_BYTES = 32 << 10
-# The schemes that `tune` takes in place of zen.
-_CHOSEN = ("all_gather", "recursive_doubling")
 # Over two levels a round has five collectives instead of two.
 _OF_LEVELS = 2.5
 # A smaller gain does not justify another compilation.
@@ -84,11 +82,9 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
     Capacity(push=30, pull=30)
   """
   sync_state.require_numbers(tree, "tune")
-  sizes = {
-    name: size
-    for node in sync_state.find(tree)
-    for name, size in _table_sizes(node)
-  }
+  nodes = sync_state.find(tree)
+  names = [name for node in nodes for name in sync_state.tables(node)]
+  sizes = {name: size for node in nodes for name, size in _table_sizes(node)}
   changed, applied = False, set()
 
   def planned(name: str, node: Any) -> Any:
@@ -102,11 +98,12 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
     if isinstance(node, ShardedTable):
       # The state names a table by its path in the parameters, which is the end
       # of its path in `tree`.
-      known = [x for x in sizes if name == x or name.endswith(f".{x}")]
-      if not known and list(sizes) == [leaf_util.ONLY]:
+      known = [x for x in names if name == x or name.endswith(f".{x}")]
+      if not known and names == [leaf_util.ONLY]:
         known = [leaf_util.ONLY]
-      if known:
-        applied.add(table := max(known, key=len))
+      table = max(known, key=len, default="")
+      if table in sizes:
+        applied.add(table)
         if sizes[table] != node.sizes:
           changed = True
           return dataclasses.replace(node, sizes=sizes[table])
@@ -130,19 +127,19 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
 def _table_sizes(
   node: ZenSyncState,
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-  """Yields sharded tables with better buffer sizes than they have now.
-
-  Copies of a table exchange their unions, so that buffer has a size, too.
-  """
+  """Yields sharded tables with better buffer sizes than they have now."""
   for name, table in sync_state.tables(node).items():
     sizes, history = _recent(table)
     if len(history):
-      buffers = 2 if sizes.devices > sizes.row_groups else 1
-      needs, row_bytes = np.maximum(history[:, :buffers], 1), 4 * sizes.width
-      best = _cheapest(needs, row_bytes)
-      now = _cost(needs, (sizes.push, sizes.pull)[:buffers], row_bytes)
-      if now > _LEAST_GAIN * _cost(needs, best, row_bytes):
-        yield name, tuple(best)
+      # One owner is sent all rows. Copies exchange their unions.
+      copies = sizes.devices > sizes.row_groups
+      which = [i for i in (0, 1) if (sizes.row_groups > 1, copies)[i]]
+      needs, row_bytes = np.maximum(history[:, which], 1), 4 * sizes.width
+      now, best = [np.array([sizes.push, sizes.pull]) for _ in range(2)]
+      best[which] = _cheapest(needs, row_bytes)
+      cost_now = _cost(needs, now[which].tolist(), row_bytes)
+      if cost_now > _LEAST_GAIN * _cost(needs, best[which].tolist(), row_bytes):
+        yield name, tuple(best[: 1 + copies].tolist())
 
 
 def _recent(leaf: LeafState) -> tuple[sync_state.Sizes, np.ndarray]:
@@ -195,15 +192,11 @@ def changes(node: ZenSyncState, link: Link | None) -> Iterator[Change]:
     sizes, history = _recent(leaf)
     if not len(history) or name in node.fixed:
       continue
-    # Schemes stay that the user, a plan or a sharded_optimizer chose.
-    scheme = sync_state.SCHEMES[sizes.scheme]
-    chosen_here = name in tuned and scheme in _CHOSEN
-    stays = node.keeps_schemes or (scheme != "zen" and not chosen_here)
     by_time = None
-    if link is not None and not stays:
+    if link is not None and not node.keeps_schemes:
       by_time = _by_time(name, leaf, link)
     if by_time is None:
-      member = _Leaf(name, sizes, history, stays)
+      member = _Leaf(name, sizes, history, node.keeps_schemes)
       joined[sizes.joined, len(history)].append(member)
     elif tuned.get(name) != by_time.choice:
       yield by_time

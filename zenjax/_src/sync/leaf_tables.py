@@ -48,12 +48,9 @@ def choose(
     require_mesh(options.plan, tuple(zip(context.axes, context.sizes)))
     leaf = options.plan.by_name[table.name]
     sizes = Capacity(*leaf.capacities) if leaf.capacities else None
-    choice = Choice(
-      scheme=leaf.scheme,
-      column_groups=leaf.column_groups,
-      capacities=tuned_leaf.capacities or sizes,
-      group=leaf.group,
-    )
+    if tuned_leaf.scheme == leaf.scheme:
+      sizes = tuned_leaf.capacities or sizes
+    choice = Choice(leaf.scheme, leaf.column_groups, sizes, leaf.group)
   else:
     sizes = options.capacities
     if isinstance(sizes, dict):
@@ -61,10 +58,13 @@ def choose(
     elif sizes is not None:  # They are for all leaves, also for small ones.
       sizes = Capacity(*[min(size, table.num_rows) for size in sizes])
     named: dict[Any, int] = {"hash": 1, "columns": context.sizes[-1]}
+    scheme = tuned_leaf.scheme if options.scheme == "zen" else options.scheme
+    if tuned_leaf.scheme == scheme:
+      sizes = sizes or tuned_leaf.capacities
     choice = Choice(
-      scheme=tuned_leaf.scheme if options.scheme == "zen" else options.scheme,
+      scheme=scheme,
       column_groups=named.get(options.partition) or int(options.partition),
-      capacities=sizes or tuned_leaf.capacities,
+      capacities=sizes,
     )
   if choice.scheme == DENSE:  # It has neither buffers nor owners.
     return choice

@@ -485,7 +485,9 @@ class Owners:
         # Buffers have the size that a fetch has. The union has no limit but,
         # if copies of a table exchange their unions, what `tune` has chosen.
         size = fetch.buffer_size(fact.look_ups or 1, table.layout, table.sizes)
-        union = [*table.sizes[1:], size * context.devices][0]
+        union = size * context.devices
+        if context.devices > table.devices:
+          union = [*table.sizes[1:], union][0]
         sizes = Capacity(size, min(table.num_rows, union))
       else:
         tuned = dict(sync.tuned)

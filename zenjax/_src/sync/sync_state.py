@@ -52,6 +52,15 @@ class Sizes(NamedTuple):
   joined: Any  # number of the first leaf that is sent in the same table
 
 
+# What says to whom rows are sent. Needs are counted anew where it changes.
+_GROUPED = np.array(
+  [
+    Sizes._fields.index(name)
+    for name in ("devices", "row_groups", "column_groups", "scheme")
+  ]
+)
+
+
 class Last(NamedTuple):
   """Counts of the last step."""
 
@@ -123,8 +132,8 @@ class ZenSyncState:
       Before the first step, what `op` says.
     tuned: `(name, choice)` of the leaves that `zenjax.tune` planned. Static.
     fixed: Names of leaves whose buffer sizes you gave. Static.
-    keeps_schemes: Whether `zenjax.tune` keeps the schemes, which belong to a
-      plan or to a `sharded_optimizer`. Static.
+    keeps_schemes: Whether `zenjax.tune` keeps the schemes, which you, a plan or
+      a `sharded_optimizer` chose. Static.
 
   Example:
     >>> import zenjax
@@ -173,7 +182,7 @@ def empty(
     },
     mean=jnp.asarray(options.mean, jnp.int32),
     fixed=frozenset(fixed),
-    keeps_schemes=owners or options.plan is not None,
+    keeps_schemes=owners or options.plan is not None or options.scheme != "zen",
   )
 
 
@@ -241,10 +250,13 @@ def after_step(
     need = jnp.stack([part(x, share) for x in (counts.fullest, counts.owner)])
     need = jnp.where(counts.dense, DENSE_STEP, need.astype(jnp.int32))
     place = lax.rem(step, jnp.asarray(HISTORY, step.dtype))
-    history = leaves[table.name].history
+    sizes = jnp.stack([jnp.asarray(x, jnp.int32) for x in sizes])
+    # Rows for an owner and rows for all devices are different needs.
+    same = jnp.all(leaves[table.name].sizes[_GROUPED] == sizes[_GROUPED])
+    history = jnp.where(same, leaves[table.name].history, NO_STEP)
     states[table.name] = dataclasses.replace(
       leaves[table.name],
-      sizes=jnp.stack([jnp.asarray(x, jnp.int32) for x in sizes]),
+      sizes=sizes,
       last=jnp.stack([jnp.asarray(x, jnp.float32) for x in last]),
       history=lax.dynamic_update_index_in_dim(history, need, place, axis=0),
     )
