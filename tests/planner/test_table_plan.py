@@ -146,6 +146,54 @@ def test_every_form_trains_as_the_plain_program(forms):
       assert on_one == rows.shape[0] // (N if split else 1)
 
 
+def test_tables_of_one_shape_may_have_different_forms():
+  """The state of each is placed like its own table, whatever shape it has."""
+  mesh, axes = mesh_of(N)
+  tx, shape = optax.adagrad(0.1), jax.ShapeDtypeStruct
+  first = lambda: {
+    "t": jnp.ones((4096, 16)),
+    "emb": {"t": jnp.ones((4096, 16))},
+  }
+  look_up = lambda p, ids: (p["t"][ids] * p["emb"]["t"][ids]).sum(1).mean()
+  made = plan_of(
+    look_up,
+    jax.eval_shape(first),
+    shape((BATCH,), jnp.int32),
+    tx=tx,
+    topology=HOSTS,
+    axis_name=axes,
+    forms={"t": XLA, "emb.t": DENSE},
+  )
+  program = set_up(made, first, tx, mesh)
+
+  def step(params, opt_state, ids):
+    _, grads = program.value_and_grad(look_up)(params, ids)
+    updates, opt_state = program.tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  run: Any = jax.jit(step)
+  state = program.params, program.opt_state
+  split = jax.NamedSharding(mesh, jax.P(axes))
+  for _ in range(2):
+    state = run(*state, jax.device_put(jnp.arange(N * BATCH), split))
+  assert run._cache_size() == 1
+  on_one = lambda x: x.addressable_shards[0].data.shape[0]
+  for tree in (state[0], state[1][0].sum_of_squares):
+    assert (on_one(tree["t"]), on_one(tree["emb"]["t"])) == (1024, 4096)
+
+
+def test_one_exchange_needs_no_further_gain():
+  """A fifth is enough for the first, as predictions may be wrong by that."""
+  shape = jax.ShapeDtypeStruct
+  made = plan_of(
+    lambda p, ids: p["t"][ids].sum(),
+    {"t": shape((12_352, 64), jnp.float32)},
+    shape((16_000,), jnp.int32),
+    topology=Topology.network("1 Gbit/s", 64),
+  )
+  assert 1.3 < made.gain < 1.4 and made.better == "plan"
+
+
 def test_a_state_of_zeros_is_placed_like_its_table():
   """Made by `jnp.zeros(shape)`, which is on no mesh."""
   mesh, axes = mesh_of(N)

@@ -103,8 +103,9 @@ def plan(
     compute_seconds: Time of a step on one device without any exchange. Measure
       it with `jax.lax.optimization_barrier(grads)` in place of the exchange, to
       keep XLA from fusing gradient and optimizer. Two thirds of it are taken as
-      the backward pass, with which sums of dense gradients overlap. If you
-      leave it out, only exchanges are compared.
+      the backward pass, with which sums of dense gradients overlap. With `tx`,
+      measure only loss and gradients, because the plan adds the updates of
+      tables. If you leave it out, only exchanges and updates are compared.
     allow: What gradients may lose, nothing by default. A dtype, such as
       `"bfloat16"` or `"int8"`, lets gradients of dense layers and rows of
       replicated tables be rounded to it, where that is faster. A compressor,
@@ -112,13 +113,14 @@ def plan(
       for dense layers. With `tx`, a plan that compresses is for a step in
       `zenjax.data_parallel`, in which no table is `"sharded-xla"`. With several
       axes none is `"sharded"`, and with `clip_norm` neither `"sharded"` nor
-      `"replicated-zero1"`. The plan compresses only if the step is shorter all
-      the same.
+      `"replicated-zero1"`. The plan compresses only if the step is shorter by a
+      fifth all the same.
     local_seconds: What `zenjax.planner.measure_compressors` returned for the
       compressors that you allow, if you have the machine. By default, these
       times are predicted from the memory bandwidth of the topology.
     capacities: Buffer sizes `(push, pull)` in rows to begin with, by parameter
-      name. `zenjax.tune` may change them.
+      name, of tables that the plan replicates and sends by rows. `zenjax.tune`
+      may change them.
     memory_bytes: With `tx`, the limit on a device's parameters, state,
       gradients and buffers, without activations. By default 3/4 of the
       topology's memory.
@@ -299,6 +301,8 @@ def answer(question: Question) -> Plan:
   if ratio < choice.MARGIN:
     return other
   why = f"with compression, a step takes {ratio:.3g}x as long"
+  if ratio < 1:
+    why += ", within the error of predictions"
   if forms := [form for form in refused if form != XLA]:
     why += f" (tables cannot be {' or '.join(forms)}: {refused[forms[0]]})"
   return _not_compressed(plain, question, why)
@@ -499,8 +503,8 @@ def _reason(
   if gradient.name in question.forms:
     return "demanded"
   reason = choice.reason(ways, way, _in_words)
-  if fastest != way:
-    part = ways[fastest].seconds / ways[way].seconds
+  part = ways[fastest].seconds / max(ways[way].seconds, 1e-12)
+  if part < 1:
     reason = (
       f"{_in_words(fastest)} takes {part:.3g}x as long, but too much memory"
     )
@@ -511,7 +515,7 @@ def _reason(
   if question.optimizer is not None and gradient.look_ups is not None:
     reason = reason or "no other form"
     if question.optimizer.sums:
-      reason += "; clip by clip_norm= instead of in tx to have more forms"
+      reason += "; if tx clips by a norm, clip_norm= has more forms"
   return reason
 
 

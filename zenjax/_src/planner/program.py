@@ -1,6 +1,6 @@
 """Makes the program of a plan: parameters, state and optimizer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -150,7 +150,7 @@ def set_up(
       f" {dict(mesh.shape)}. Use such a mesh, or make a new plan."
     )
   plans.require_version(plan)
-  types = jax.eval_shape(params) if callable(params) else params
+  types = jax.eval_shape(params) if _makes(params) else params
   planned = {leaf.name: (leaf.shape, leaf.dtype) for leaf in plan.leaves}
   got = leaf_util.shapes(leaf_util.named_leaves(types))
   plans.require_same(planned, got, "`params` must be as in the plan")
@@ -178,6 +178,11 @@ def set_up(
   return Program(placed, state, made, both)
 
 
+def _makes(params: Any) -> bool:
+  """Returns True for functions that make parameters, but not for modules."""
+  return callable(params) and jax.tree.leaves(params) == [params]
+
+
 def _carriers(plan: Plan) -> list[str]:
   """Returns the forms that have a transformation of their own.
 
@@ -191,20 +196,31 @@ def _carriers(plan: Plan) -> list[str]:
 
 
 def _state_placed(state: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
-  """Returns a state on the mesh, placed like parameters of the same shape."""
-  placements = {
-    x.shape: x.sharding
-    for x in jax.tree.leaves(params, is_leaf=is_sharded)
-    if not is_sharded(x)
-  }
+  """Returns a state on the mesh, each leaf placed like its parameter."""
+  like = dict(leaf_util.named_leaves(params, is_sharded))
   everywhere = NamedSharding(mesh, PartitionSpec())
 
-  def place(x: Any) -> Any:
+  def place(name: str, x: Any) -> Any:
     if getattr(getattr(x, "sharding", None), "mesh", None) == mesh:
       return x
-    return jax.device_put(x, placements.get(jnp.shape(x), everywhere))
+    of, where = like.get(_parameter_of(name, like)), everywhere
+    if of is not None and not is_sharded(of) and of.shape == jnp.shape(x):
+      where = of.sharding
+    return jax.device_put(x, where)
 
-  return jax.tree.map(place, state)
+  placed = [place(*leaf) for leaf in leaf_util.named_leaves(state)]
+  return jax.tree.unflatten(jax.tree.structure(state), placed)
+
+
+def _parameter_of(name: str, names: Container[str]) -> str:
+  """Returns which of the parameters a leaf of a state belongs to.
+
+  Its name ends with the name of the parameter. If the only parameter has no
+  name, every leaf is taken to be its own.
+  """
+  parts = name.split(".")
+  ends = (".".join(parts[i:]) for i in range(len(parts)))
+  return next((end for end in ends if end in names), leaf_util.ONLY)
 
 
 def _check(plan: Plan, optimizer: Optimizer) -> None:
@@ -262,7 +278,7 @@ def _placed(
       placed, mesh, axes[-1], tables=by_owners, replicas=copies
     )
 
-  if not callable(params):
+  if not _makes(params):
     return place(params)
   # Inside `jit`, no device has all rows of a sharded table. Without
   # `out_shardings`, XLA would replicate the tables that it shards.
@@ -349,10 +365,19 @@ def _kept_apart(
   def update(updates, state, params=None, **extra):
     out, state = tx.update(updates, state, params, **extra)
     named = leaf_util.named_leaves(out)
-    shapes = {x.shape for name, x in named if chosen(name, x)}
-    pin = lambda x: lax.with_sharding_constraint(x, split)
-    leaves = [pin(x) if chosen(name, x) else x for name, x in named]
-    state = jax.tree.map(lambda x: pin(x) if x.shape in shapes else x, state)
-    return jax.tree.unflatten(jax.tree.structure(out), leaves), state
+    names = {name for name, _ in named}
+    shapes = {name: x.shape for name, x in named if chosen(name, x)}
+
+    def pinned(name: str, x: Any) -> Any:
+      is_mine = shapes.get(name) == jnp.shape(x)
+      return lax.with_sharding_constraint(x, split) if is_mine else x
+
+    of_state = [
+      pinned(_parameter_of(name, names), x)
+      for name, x in leaf_util.named_leaves(state)
+    ]
+    state = jax.tree.unflatten(jax.tree.structure(state), of_state)
+    updates = [pinned(*leaf) for leaf in named]
+    return jax.tree.unflatten(jax.tree.structure(out), updates), state
 
   return optax.GradientTransformationExtraArgs(tx.init, update)

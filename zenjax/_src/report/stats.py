@@ -196,6 +196,9 @@ def profile(state: Any) -> dict[str, Profile]:
   Use it to plan for another machine with densities of your own program: pass
   the result as `profile=` to `planner.plan` or `planner.utility`.
 
+  Of tables that are sent as one, only the union of each is counted. Its rows on
+  a device are estimated in proportion to the unions, which can be far off.
+
   Args:
     state: An optimizer state with a `ZenSyncState` anywhere inside.
 

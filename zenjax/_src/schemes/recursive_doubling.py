@@ -47,8 +47,9 @@ from zenjax.kernels.reference import Union
 
 
 # Between the first and the last hop, unions are expected to grow by a power
-# law, as those of a vocabulary do. Buffers exceed it by this factor: rows that
-# are drawn uniformly exceed it by up to 13 %, and then a second round follows.
+# law, as those of a vocabulary do. Buffers exceed it by this factor. Unions of
+# rows that are drawn uniformly may grow faster. Up to half of the table, this
+# is enough on eight devices. Beyond, a second round follows.
 _MARGIN = 1.15
 
 
@@ -249,7 +250,7 @@ class RecursiveDoubling(AllGather):
     messages = []
     for hop in hops(context):
       margin = _MARGIN if hop.merged > 1 else 1.0
-      grown = push * hop.merged**power * margin
+      grown = push * jnp.minimum(hop.merged**power * margin, hop.merged)
       rows = jnp.minimum(grown, jnp.maximum(pull, push))
       words = rows * (_row_wire(plan, hop.merged == 1).nbytes + 4.0) / 4
       messages.append(Message("collective_permute", (hop.axis,), words))

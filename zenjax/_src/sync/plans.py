@@ -172,9 +172,12 @@ class Plan(checked_json.Document):
   `zenjax.planner.plan` makes it. Print it to see what it gains, save it with
   `to_json`, and follow it in one of three ways:
 
-  - `zenjax.planner.set_up(plan, params, tx, mesh)`, if it was made with `tx`,
-  - `zenjax.compress.all_reduce(plan, axis_name)`, if it compresses gradients,
-  - `zen_sync(axis_name, plan=plan)` otherwise.
+  - `zenjax.planner.set_up(plan, params, tx, mesh)` makes a whole program,
+  - `zenjax.compress.all_reduce(plan, axis_name)` synchronizes gradients if the
+    plan compresses some,
+  - `zen_sync(axis_name, plan=plan)` synchronizes them if it does not.
+
+  Tables that the plan shards need `set_up`.
 
   It is valid for one tree of parameters, one mesh and one release of JAX, and
   refused for others.
@@ -523,7 +526,7 @@ def _advice(plan: Plan) -> list[str]:
     for width, n in widths.items()
     if n >= _MANY
   ]
-  if plan.per_device:
+  if plan.per_device and plan.memory_bytes is not None:
     notes.append(
       "the step of `set_up` is for `zenjax.data_parallel`, because gradients"
       " are compressed"
