@@ -80,7 +80,7 @@ def trained(program, mesh, axes, *, placed=True):
   params, opt_state = program.params, program.opt_state
   for batch in batches(mesh, axes):
     params, opt_state, _ = run(params, opt_state, *batch)
-  # What `set_up` makes is placed as steps return it.
+  # `set_up` places everything as steps return it.
   assert run._cache_size() == 1 or not placed
   return zenjax.tables.unshard(params), params
 
@@ -370,7 +370,7 @@ def test_rows_are_rounded_where_a_dtype_is_allowed():
 
 
 def test_buffers_of_a_profile_are_tuned():
-  """Of all forms; one recompilation follows, and then there is one round."""
+  """In all forms: one recompilation follows, and then there is one round."""
   mesh, axes = mesh_of(N)
   seen = Profile(rows=20, fullest=20, union=40, devices=N)
   forms = dict(zip(SHAPES, (ROWS, ZERO1, SHARDED)))
@@ -432,7 +432,7 @@ def test_a_plan_without_an_optimizer_is_set_up_with_its_compressor():
 
 
 def test_what_is_allowed_makes_no_plan_slower():
-  """With a clip, compressed gradients cannot be beside sharded tables."""
+  """With a clip, no table is sharded if gradients are compressed."""
   shape = jax.ShapeDtypeStruct
   params = {
     "a": shape((12_000_000, 64), jnp.float32),

@@ -43,7 +43,7 @@ _USABLE = 0.75
 # Each further exchange of tables must reduce the time of a step to less than
 # this part.
 _WORTH = 0.9
-# What to do if parameters are sharded before they are planned.
+# The remedy for parameters that are already sharded.
 _UNSHARDED = "Give arrays or shapes, because a plan says which tables to shard"
 
 

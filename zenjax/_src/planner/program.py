@@ -34,7 +34,7 @@ from zenjax._src.tables import sharding
 from zenjax._src.tables.sharded_table import is_sharded
 from zenjax._src.training import placement
 
-# What to do if parameters are sharded before they are set up.
+# The remedy for parameters that are already sharded.
 _UNSHARDED = (
   "Give arrays, or a function that makes them, because `set_up` shards tables"
   " as planned"

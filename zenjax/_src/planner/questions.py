@@ -134,7 +134,7 @@ class Question:
     return known or cost.assumed(gradient.table, self.topology.devices)
 
   def may_send_rows(self, gradient: Gradient) -> bool:
-    """Whether the rows of a gradient may be sent by themselves."""
+    """Returns True if the plan may send rows of a gradient."""
     if self.optimizer is not None:  # It sees rows, or arrays that are whole.
       return gradient.look_ups is not None
     return gradient.is_table and self.topology.devices > 1

@@ -52,7 +52,8 @@ class Sizes(NamedTuple):
   joined: Any  # number of the first leaf that is sent in the same table
 
 
-# What says to whom rows are sent. Needs are counted anew where it changes.
+# These sizes decide who gets which rows. If they change, needs of earlier steps
+# say nothing about the next.
 _GROUPED = np.array(
   [
     Sizes._fields.index(name)
