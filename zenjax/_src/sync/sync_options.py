@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
-from zenjax._src.core.arguments import Capacities
 from zenjax._src.core.arguments import Capacity
 from zenjax._src.core.arguments import Kernels
 from zenjax._src.core.arguments import Partition
@@ -20,34 +19,28 @@ from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync import plans
 
 _SCHEMES = sorted([DENSE, *SPARSE])
-# The arguments that a plan decides for every leaf, with their defaults.
-_PLANNED = dict(
-  sparse=None,
-  scheme="zen",
-  unit="auto",
-  partition="hash",
-  wire_dtype=None,
-  capacities=None,
-)
+# The arguments that a plan decides for every leaf.
+_PLANNED = "sparse", "scheme", "unit", "partition", "wire_dtype", "capacities"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-  """The checked arguments of `zen_sync`."""
+  """The arguments of `zen_sync`, with their defaults."""
 
   axes: Axes
-  sparse: SparseSpec
-  scheme: str
-  op: str | None
-  output: str
-  unit: Unit  # never "auto"
-  partition: Partition
-  wire_dtype: jnp.dtype | dict[str, jnp.dtype] | None  # one, or by leaf
-  capacities: Capacity | dict[str, Capacity] | None
-  plan: plans.Plan | None
-  mesh: jax.sharding.Mesh | None
-  kernels: Kernels
-  hash_seed: int
+  sparse: SparseSpec = None
+  scheme: str = "zen"
+  op: str | None = None
+  output: str = "same"
+  unit: Unit = "auto"  # After `check`, never "auto".
+  partition: Partition = "hash"
+  # One for all leaves, or by leaf.
+  wire_dtype: jnp.dtype | dict[str, jnp.dtype] | None = None
+  capacities: Capacity | dict[str, Capacity] | None = None
+  plan: plans.Plan | None = None
+  mesh: jax.sharding.Mesh | None = None
+  kernels: Kernels = "xla"
+  hash_seed: int = 0
 
   @property
   def mean(self) -> bool:
@@ -55,34 +48,24 @@ class Options:
     return self.op != "sum"
 
 
-def check(
-  axis_name: AxisName,
-  *,
-  sparse: SparseSpec = None,
-  scheme: str = "zen",
-  op: str | None = None,
-  output: str = "same",
-  unit: Unit = "auto",
-  partition: Partition = "hash",
-  wire_dtype: Any = None,
-  capacities: Capacities = None,
-  plan: plans.Plan | None = None,
-  mesh: jax.sharding.Mesh | None = None,
-  kernels: Kernels = "xla",
-  hash_seed: int = 0,
-) -> Options:
-  """Returns the options of a `zen_sync` with these arguments.
+def check(axis_name: AxisName, **given: Any) -> Options:
+  """Returns the checked options of a `zen_sync` with these arguments.
+
+  Args:
+    axis_name: The axis or axes that devices are mapped over.
+    **given: Fields of `Options`, as users write them.
 
   Raises:
     ValueError: An argument is out of range, or contradicts another.
     TypeError: An argument has another type.
   """
+  options = Options(axes=arguments.axes(axis_name), **given)
+  scheme, unit, mesh = options.scheme, options.unit, options.mesh
   arguments.one_of("scheme", scheme, _SCHEMES)
-  arguments.one_of("output", output, ["same", "dense", "rows"])
-  arguments.one_of("kernels", kernels, ["xla", "pallas"])
-  if op is not None:
-    arguments.one_of("op", op, ["mean", "sum"])
-  axes = arguments.axes(axis_name)
+  arguments.one_of("output", options.output, ["same", "dense", "rows"])
+  arguments.one_of("kernels", options.kernels, ["xla", "pallas"])
+  if options.op is not None:
+    arguments.one_of("op", options.op, ["mean", "sum"])
   if mesh is not None:
     if not isinstance(mesh, jax.sharding.Mesh):
       raise TypeError(
@@ -90,51 +73,45 @@ def check(
         " the step's arrays are on."
       )
     arguments.mesh_axes(axis_name, mesh)
-  wire = arguments.row_wire_dtype("wire_dtype", wire_dtype)
+  sparse = options.sparse
+  wire = arguments.row_wire_dtype("wire_dtype", options.wire_dtype)
   if wire is not None and scheme == DENSE:
     raise ValueError(
       f"`wire_dtype` is for rows, got {wire} with scheme='dense', which sends"
       " whole arrays. Leave `wire_dtype` or `scheme` out."
     )
-  if plan is not None:
-    given = sparse, scheme, unit, partition, wire_dtype, capacities
-    _require_plan(plan, dict(zip(_PLANNED, given, strict=True)))
-    sparse, wire = plan.sparse, _planned_wire_dtypes(plan)
-  by_row = arguments.check_unit(unit) in ("auto", "row")
-  if by_row:
+  if options.plan is not None:
+    _require_plan(options.plan, options)
+    sparse, wire = options.plan.sparse, _planned_wire_dtypes(options.plan)
+  if arguments.check_unit(unit) in ("auto", "row"):
     unit = (scheme in SPARSE and SPARSE[scheme].unit) or "row"
-  if output == "rows" and unit != "row":
+  if options.output == "rows" and unit != "row":
     raise ValueError(
       f"`output='rows'` returns rows of a leaf, but got {unit=} with"
       f" {scheme=}. Leave `unit` out and take another scheme than"
       " 'block_sparse', or give `output='dense'`."
     )
-  return Options(
-    axes=axes,
+  return dataclasses.replace(
+    options,
     sparse=sparse,
-    scheme=scheme,
-    op=op,
-    output=output,
     unit=unit,
-    partition=arguments.check_partition(partition),
+    partition=arguments.check_partition(options.partition),
     wire_dtype=wire,
-    capacities=arguments.capacities_of(capacities),
-    plan=plan,
-    mesh=mesh,
-    kernels=kernels,
-    hash_seed=arguments.hash_seed(hash_seed),
+    capacities=arguments.capacities_of(options.capacities),
+    hash_seed=arguments.hash_seed(options.hash_seed),
   )
 
 
-def _require_plan(plan: plans.Plan, given: dict[str, Any]) -> None:
+def _require_plan(plan: plans.Plan, options: Options) -> None:
   """Raises if a plan is broken, or an argument is given that it decides."""
   if not isinstance(plan, plans.Plan):
     raise TypeError(
       f"`plan` must be a zenjax.planner.Plan, got {type(plan).__name__}. Call"
       " `zenjax.planner.plan` or `zenjax.planner.Plan.from_json`."
     )
-  for name, default in _PLANNED.items():
-    value = given[name]
+  defaults = Options(axes=options.axes)
+  for name in _PLANNED:
+    value, default = getattr(options, name), getattr(defaults, name)
     if type(value) is not type(default) or value != default:
       raise ValueError(
         f"`{name}` is decided by the plan for every leaf, got {name}={value!r}"
