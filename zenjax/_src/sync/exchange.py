@@ -39,10 +39,8 @@ from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.base import Sums
 from zenjax._src.schemes.base import Tally
 from zenjax._src.schemes.buffer_sizes import ExchangePlan
-from zenjax._src.sync.sources import ArraySource
-from zenjax._src.sync.sources import ArrayTarget
-from zenjax._src.sync.sources import ListSource
-from zenjax._src.sync.sources import ListTarget
+from zenjax._src.sync.sources import ArrayRows
+from zenjax._src.sync.sources import ListRows
 
 # Takes and returns the sums of a round, and a value kept from round to round.
 OwnerStep = Callable[[list[Sums], Any], tuple[list[Sums], Any]]
@@ -63,7 +61,7 @@ class _Flow(NamedTuple):
   """The values that one round passes to the next."""
 
   starts: list[jax.Array]  # [m] int32, slots below are summed
-  targets: list[Any]  # ArrayTarget or ListTarget
+  tables: list[Any]  # ArrayRows or ListRows
   unions: list[jax.Array]  # [m] int32, rows pulled so far
   owned: Any
   rounds: jax.Array  # [] int32
@@ -94,18 +92,13 @@ def exchange(
     all devices, and `owned` after the last round.
   """
   with jax.named_scope("zenjax/take"):
-    sources = [
-      (ArraySource if plan.table.look_ups is None else ListSource).of(x, plan)
+    tables = [
+      (ArrayRows if plan.table.look_ups is None else ListRows).of(x, plan)
       for plan, x in zip(plans, gradients)
     ]
 
   def turn(flow: _Flow) -> tuple[list[Arrived], Any]:
-    outgoing = [
-      Outgoing(plan, source.after(target), start)
-      for plan, source, target, start in zip(
-        plans, sources, flow.targets, flow.starts
-      )
-    ]
+    outgoing = [*map(Outgoing, plans, flow.tables, flow.starts)]
     sums, kept = scheme.push(outgoing, context), flow.owned
     if owner:
       with jax.named_scope("zenjax/owner"):
@@ -114,7 +107,7 @@ def exchange(
 
   first = _Flow(
     starts=[jnp.zeros(plan.layout.groups, jnp.int32) for plan in plans],
-    targets=[source.target(plan) for source, plan in zip(sources, plans)],
+    tables=tables,
     unions=[jnp.zeros(plan.layout.groups, jnp.int32) for plan in plans],
     owned=owned,
     rounds=jnp.zeros((), jnp.int32),
@@ -135,15 +128,15 @@ def exchange(
         flow,
       )
   sums, counts = [], []
-  for plan, target, tally, union, skip in zip(
-    plans, flow.targets, tallies, flow.unions, dense
+  for plan, table, tally, union, skip in zip(
+    plans, flow.tables, tallies, flow.unions, dense
   ):
     if skip is not None:
       with jax.named_scope("zenjax/dense"):
-        table = dense_sum.reduce_where(target.table, skip, context)
-      target = target._replace(table=table)
-    sums.append(target.leaves(plan))
-    counts.append(_counts(tally, union, target, flow.rounds, skip, plan))
+        array = dense_sum.reduce_where(table.table, skip, context)
+      table = table._replace(table=array)
+    sums.append(table.leaves(plan))
+    counts.append(_counts(tally, union, table.total, flow.rounds, skip, plan))
   # All devices have the same sums and counts now, whatever types say.
   as_equal = functools.partial(compat.as_invariant, axes=context.axes)
   sums, counts = jax.tree.map(as_equal, (sums, counts))
@@ -158,13 +151,13 @@ def _after(
 ) -> _Flow:
   """Writes the sums of a round, and returns the values for the next."""
   with jax.named_scope("zenjax/write"):
-    targets = [
-      target.written(came, plan)
-      for target, came, plan in zip(flow.targets, arrived, plans)
+    tables = [
+      table.written(came, plan)
+      for table, came, plan in zip(flow.tables, arrived, plans)
     ]
   return _Flow(
     starts=[came.tally.limit for came in arrived],
-    targets=targets,
+    tables=tables,
     unions=[x + came.tally.union for x, came in zip(flow.unions, arrived)],
     owned=owned,
     rounds=flow.rounds + 1,
@@ -218,7 +211,7 @@ def _without(
 def _counts(
   tally: Tally,
   union: jax.Array,
-  target: ArrayTarget | ListTarget,
+  total: jax.Array,
   rounds: jax.Array,
   dense: jax.Array | None,
   plan: ExchangePlan,
@@ -228,13 +221,13 @@ def _counts(
   Args:
     tally: Counts of the first pull.
     union: `[m] int32`, rows of all pulls.
-    target: The sums.
+    total: `[p] int32`, rows that came of each of `plan.tables`.
     rounds: Number of rounds.
     dense: Whether the table was all-reduced. If so, the union is extrapolated.
     plan: The plan of the table.
   """
   pushed = jnp.sum(tally.pushed.astype(jnp.float32))
-  rows, each = union.astype(jnp.float32), target.total.astype(jnp.float32)
+  rows, each = union.astype(jnp.float32), total.astype(jnp.float32)
   if len(plan.tables) == 1:  # Right for sums that are not pulled, too.
     each = jnp.sum(rows)[None]
   if dense is not None:
@@ -244,7 +237,7 @@ def _counts(
     ]
     whole = jnp.minimum(rows * (all_rows / summed), plan.layout.slots)
     heights = np.array([table.num_rows for table in plan.tables], np.float32)
-    shares = heights / np.sum(heights)
+    shares = heights / plan.table.num_rows
     rows = jnp.where(dense, whole, rows)
     each = jnp.where(dense, jnp.sum(whole) * shares, each)
   return Counts(

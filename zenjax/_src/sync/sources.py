@@ -17,6 +17,7 @@ import numpy as np
 
 from zenjax._src.core import compat
 from zenjax._src.core import indexing
+from zenjax._src.rows import sparse_rows
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes.base import Arrived
 from zenjax._src.schemes.buffer_sizes import ExchangePlan
@@ -26,20 +27,25 @@ from zenjax.kernels.operations import mask_pack
 from zenjax.kernels.reference import plus_zero_where
 
 
-class ArraySource(NamedTuple):
-  """The nonzero rows of an array; see `base.Source`."""
+class ArrayRows(NamedTuple):
+  """The nonzero rows of an array; see `base.Source`.
+
+  Sums are written over `table`. Rows that were not sent yet are still there.
+  """
 
   table: jax.Array  # [R, D]
-  bitmap: indexing.Bitmap  # of [m, W] words
+  bitmap: indexing.Bitmap  # of [m, W] words, the local rows
+  total: jax.Array  # [p] int32, how many rows came of each table
 
   @classmethod
-  def of(cls, parts: Sequence[jax.Array], plan: ExchangePlan) -> "ArraySource":
+  def of(cls, parts: Sequence[jax.Array], plan: ExchangePlan) -> "ArrayRows":
     table = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
     packed = mask_pack(table, plan.layout, kernels=plan.kernels)
     # Replicas are bit-identical only with positive zeros. Only the new table is
     # used from here on: XLA would copy the old one if it were used again.
     (table,) = plus_zero_where(packed.negative, (table,))
-    return cls(table, indexing.index(packed.words))
+    total = jnp.zeros(len(plan.tables), jnp.int32)
+    return cls(table, indexing.index(packed.words), total)
 
   def take(
     self, start: jax.Array, plan: ExchangePlan
@@ -59,32 +65,14 @@ class ArraySource(NamedTuple):
     del plan
     return self.table, self.bitmap.words
 
-  def target(self, plan: ExchangePlan) -> "ArrayTarget":
-    none = jnp.zeros(len(plan.tables), jnp.int32)
-    return ArrayTarget(self.table, none)
-
-  def after(self, target: "ArrayTarget") -> "ArraySource":
-    """Returns the source once sums were written over its table.
-
-    Rows that were not sent yet are still there.
-    """
-    return self._replace(table=target.table)
-
-
-class ArrayTarget(NamedTuple):
-  """An array over which sums are written."""
-
-  table: jax.Array  # [R, D]
-  total: jax.Array  # [p] int32, how many rows came of each table
-
-  def written(self, arrived: Arrived, plan: ExchangePlan) -> "ArrayTarget":
+  def written(self, arrived: Arrived, plan: ExchangePlan) -> "ArrayRows":
     if not arrived.row.size:  # A scheme without a pull.
       return self
     table = expand(
       self.table, arrived.row, arrived.values, kernels=plan.kernels
     )
     more = jnp.sum(_by_table(arrived.row, plan), axis=0, dtype=jnp.int32)
-    return ArrayTarget(table, self.total + more)
+    return self._replace(table=table, total=self.total + more)
 
   def leaves(self, plan: ExchangePlan) -> list[jax.Array]:
     """Returns the sum of each table."""
@@ -95,35 +83,50 @@ class ArrayTarget(NamedTuple):
 
 def _by_table(row: jax.Array, plan: ExchangePlan) -> jax.Array:
   """Returns which of the joined tables each row is of, `[k, p] bool`."""
-  firsts = plan.first_rows[None]
-  heights = [table.num_rows for table in plan.tables]
-  ends = firsts + np.array(heights, np.int32)[None]
-  return (row[:, None] >= firsts) & (row[:, None] < ends)
+  firsts = plan.first_rows
+  ends = np.append(firsts[1:], np.int32(plan.table.num_rows))
+  return (row[:, None] >= firsts[None]) & (row[:, None] < ends[None])
 
 
-class ListSource(NamedTuple):
-  """Distinct rows in the order of groups and slots; see `base.Source`."""
+class ListRows(NamedTuple):
+  """Distinct rows in the order of groups and slots; see `base.Source`.
+
+  Sums are appended to a list with room for all that devices may send. If
+  several tables are sent as one, each has a range of the list for itself.
+  """
 
   place: jax.Array  # [K] int32 ascending, group * S + slot; m * S as padding
   values: jax.Array  # [K, D]
   end: jax.Array  # [m] int32, where the rows of each group end
+  row: jax.Array  # [k] int32, rows that came back; R as padding
+  sums: jax.Array  # [k, D], zeros for padding
+  total: jax.Array  # [p] int32, how many rows came of each table
 
   @classmethod
-  def of(cls, parts: Sequence[SparseRows], plan: ExchangePlan) -> "ListSource":
+  def of(cls, parts: Sequence[SparseRows], plan: ExchangePlan) -> "ListRows":
     """Sorts the rows of tables that are sent as one, and sums duplicates."""
-    layout = plan.layout
+    layout, table, room = plan.layout, plan.table, sum(plan.rooms)
+    parts = [sparse_rows.resized(x, max(1, x.capacity)) for x in parts]
     firsts = plan.first_rows.tolist()
-    joined = [_ids(rows, first, plan) for rows, first in zip(parts, firsts)]
-    ids = jnp.concatenate([ids for ids, _ in joined])
-    values = jnp.concatenate([values for _, values in joined])
-    real = ids < plan.table.num_rows
+    ids = jnp.concatenate(
+      [_ids(rows, first, plan) for rows, first in zip(parts, firsts)]
+    )
+    values = jnp.concatenate([rows.values for rows in parts])
+    real = ids < table.num_rows
     group, slot = layout.place(jnp.where(real, ids, 0))
     nowhere = layout.groups * layout.slots
     place = jnp.where(real, group * layout.slots + slot, nowhere)
     merged = SparseRows(place, values, nowhere).combine()
     ends = np.arange(1, layout.groups + 1, dtype=np.int32) * layout.slots
     end = indexing.lower_bound(merged.indices, jnp.asarray(ends))
-    return cls(merged.indices, merged.values, end)
+    return cls(
+      place=merged.indices,
+      values=merged.values,
+      end=end,
+      row=jnp.full(room, table.num_rows, jnp.int32),
+      sums=jnp.zeros((room, table.width), table.dtype),
+      total=jnp.zeros(len(plan.tables), jnp.int32),
+    )
 
   def take(
     self, start: jax.Array, plan: ExchangePlan
@@ -151,46 +154,7 @@ class ListSource(NamedTuple):
     whole = indexing.put(compat.cast_like(zeros, self.values), row, self.values)
     return whole, words.reshape(layout.groups, -1)
 
-  def target(self, plan: ExchangePlan) -> "ListTarget":
-    """Returns a list of no rows, with room for all that devices may send."""
-    table = plan.table
-    return ListTarget(
-      row=jnp.full(sum(plan.rooms), table.num_rows, jnp.int32),
-      values=jnp.zeros((sum(plan.rooms), table.width), table.dtype),
-      total=jnp.zeros(len(plan.tables), jnp.int32),
-    )
-
-  def after(self, target: "ListTarget") -> "ListSource":
-    """Returns the source, since sums are written elsewhere."""
-    del target
-    return self
-
-
-def _ids(
-  rows: SparseRows, first: int, plan: ExchangePlan
-) -> tuple[jax.Array, jax.Array]:
-  """Returns ids in the joined table, padded with its number of rows."""
-  ids, values = rows.indices, rows.values
-  if not rows.capacity:
-    ids = jnp.pad(ids, (0, 1), constant_values=rows.num_rows)
-    values = jnp.pad(values, ((0, 1), (0, 0)))
-  # As everywhere in JAX, a negative id counts from the end.
-  ids = jnp.where(ids < 0, ids + rows.num_rows, ids)
-  real = (ids >= 0) & (ids < rows.num_rows)
-  return jnp.where(real, ids + first, plan.table.num_rows), values
-
-
-class ListTarget(NamedTuple):
-  """Rows that came back, in the order in which they came.
-
-  If several tables were sent as one, each has a range of the list for itself.
-  """
-
-  row: jax.Array  # [k] int32, R as padding
-  values: jax.Array  # [k, D], zeros for padding
-  total: jax.Array  # [p] int32, rows of earlier rounds
-
-  def written(self, arrived: Arrived, plan: ExchangePlan) -> "ListTarget":
+  def written(self, arrived: Arrived, plan: ExchangePlan) -> "ListRows":
     row, begins = arrived.row, _starts(plan)
     by_table = _by_table(row, plan)
     counted = jnp.cumsum(by_table, axis=0, dtype=jnp.int32)
@@ -199,9 +163,9 @@ class ListTarget(NamedTuple):
     # Padding gets places out of range and all different.
     past = self.row.shape[0] + jnp.arange(row.shape[0], dtype=jnp.int32)
     index = jnp.where(row < plan.table.num_rows, index, past)
-    return ListTarget(
+    return self._replace(
       row=indexing.put(self.row, index, row),
-      values=indexing.put(self.values, index, arrived.values),
+      sums=indexing.put(self.sums, index, arrived.values),
       total=self.total + jnp.sum(by_table, axis=0, dtype=jnp.int32),
     )
 
@@ -213,9 +177,18 @@ class ListTarget(NamedTuple):
     ):
       row = self.row[begin : begin + room] - first
       row = jnp.minimum(row, table.num_rows)
-      rows = SparseRows(row, self.values[begin : begin + room], table.num_rows)
+      rows = SparseRows(row, self.sums[begin : begin + room], table.num_rows)
       leaves.append(rows.as_unique())
     return leaves
+
+
+def _ids(rows: SparseRows, first: int, plan: ExchangePlan) -> jax.Array:
+  """Returns ids in the joined table, padded with its number of rows."""
+  # As everywhere in JAX, a negative id counts from the end.
+  ids = rows.indices
+  ids = jnp.where(ids < 0, ids + rows.num_rows, ids)
+  real = (ids >= 0) & (ids < rows.num_rows)
+  return jnp.where(real, ids + first, plan.table.num_rows)
 
 
 def _starts(plan: ExchangePlan) -> np.ndarray:
