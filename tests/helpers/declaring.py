@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+from zenjax._src.core import collectives
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import is_rows
@@ -16,9 +17,9 @@ from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.buffer_sizes import ExchangePlan
+from zenjax._src.schemes.buffer_sizes import Table
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
-from zenjax._src.sync import exchange
 from zenjax._src.sync import leaf_tables
 from zenjax._src.sync import sync_options
 
@@ -47,6 +48,13 @@ class Declared:
     return base.received_bytes(self.first, self.context)
 
 
+def _chunk_messages(table: Table, context: Context) -> list[Message]:
+  """Returns the collective of one turn of the dense path."""
+  words = dense_sum.chunk_rows(table.num_rows, table.width) * table.width
+  each = collectives.accumulator(table.dtype).itemsize // 4
+  return [Message("all_reduce", context.axes, words * each)]
+
+
 def declare(
   tables: Any, axes: Axes, sizes: Sequence[int], **kwargs: Any
 ) -> Declared:
@@ -68,7 +76,7 @@ def declare(
   scheme = SPARSE[options.scheme]
   choices = [leaf_tables.choose(x, options, {}, context) for x in facts]
   plans = leaf_tables.plans(facts, choices, scheme, options, context)
-  first = exchange.messages(plans, scheme, context)
+  first = scheme.messages(plans, context)
   done = all(scheme.holds_all(plan, context) for plan in plans)
   return Declared(
     context=context,
@@ -76,7 +84,7 @@ def declare(
     first=first,
     loops=[] if done else [first],
     dense=[
-      dense_sum.messages(table, context)
+      _chunk_messages(table, context)
       for plan in plans
       for table in plan.tables
       if table.look_ups is None and not scheme.holds_all(plan, context)

@@ -23,6 +23,7 @@ from zenjax._src.schemes.base import Arrived
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import counts_of
 from zenjax._src.schemes.base import Message
+from zenjax._src.schemes.base import Number
 from zenjax._src.schemes.base import Outgoing
 from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.base import Sums
@@ -68,27 +69,14 @@ class AllGather(Scheme):
       for own, plan in zip(sums, plans)
     ]
 
-  def push_messages(
+  def messages(
     self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
-    words = 0
-    for plan in plans:
-      words += 1 + wire.index_words(plan.push, plan.layout.slots)
-      words += plan.row_wire.words(plan.push)
+    words = sum(map(zen.push_words, plans))
     return [Message("all_gather", context.axes, words)]
 
-  def pull_messages(
-    self, plans: Sequence[ExchangePlan], context: Context
-  ) -> list[Message]:
-    del plans, context
-    return []
-
   def expected_messages(
-    self,
-    plan: ExchangePlan,
-    context: Context,
-    push: jax.Array | float,
-    pull: jax.Array | float,
+    self, plan: ExchangePlan, context: Context, push: Number, pull: Number
   ) -> list[Message]:
     del pull
     row = plan.row_wire.nbytes + 4.0

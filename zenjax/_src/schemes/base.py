@@ -19,6 +19,9 @@ from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax._src.schemes.buffer_sizes import Table
 from zenjax.kernels.reference import Union
 
+# A number of rows or bytes, which in a traced program may be an array.
+Number = jax.Array | float
+
 
 class Source(Protocol):
   """The local rows of one table."""
@@ -177,24 +180,14 @@ class Scheme(abc.ABC):
     return fits and self.held_rows(plan, context) >= plan.most_pull
 
   @abc.abstractmethod
-  def push_messages(
+  def messages(
     self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
-    """Returns the collectives of one push, in order."""
-
-  @abc.abstractmethod
-  def pull_messages(
-    self, plans: Sequence[ExchangePlan], context: Context
-  ) -> list[Message]:
-    """Returns the collectives of one pull, in order."""
+    """Returns the collectives of one round, a push and a pull, in order."""
 
   @abc.abstractmethod
   def expected_messages(
-    self,
-    plan: ExchangePlan,
-    context: Context,
-    push: jax.Array | float,
-    pull: jax.Array | float,
+    self, plan: ExchangePlan, context: Context, push: Number, pull: Number
   ) -> list[Message]:
     """Returns the collectives for one table with the smallest buffers.
 
@@ -208,9 +201,7 @@ class Scheme(abc.ABC):
     """
 
 
-def received_bytes(
-  messages: Sequence[Message], context: Context
-) -> jax.Array | float:
+def received_bytes(messages: Sequence[Message], context: Context) -> Number:
   """Returns the bytes that a device receives from others by `messages`."""
   total = 0.0
   for message in messages:

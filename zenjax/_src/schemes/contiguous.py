@@ -16,11 +16,11 @@ import numpy as np
 
 from zenjax._src.core import collectives
 from zenjax._src.core import wire
-from zenjax._src.schemes import hierarchy
 from zenjax._src.schemes.base import Arrived
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import counts_of
 from zenjax._src.schemes.base import Message
+from zenjax._src.schemes.base import Number
 from zenjax._src.schemes.base import Sums
 from zenjax._src.schemes.base import Tally
 from zenjax._src.schemes.buffer_sizes import ExchangePlan
@@ -84,31 +84,21 @@ class SplitDenseGather(SplitAllGather):
       came = wire.send(sections, collectives.all_gather, context.axes[-1:])
       return [_arrive(parts, plan) for parts, plan in zip(came, plans)]
 
-  def pull_messages(
+  def messages(
     self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
+    *pushes, _ = Zen.messages(self, plans, context)
     words = 0
     for plan in plans:
       words += len(Tally._fields) + 1 + plan.row_wire.words(plan.layout.slots)
-    return [Message("all_gather", context.axes[-1:], words)]
+    return [*pushes, Message("all_gather", context.axes[-1:], words)]
 
   def expected_messages(
-    self,
-    plan: ExchangePlan,
-    context: Context,
-    push: jax.Array | float,
-    pull: jax.Array | float,
+    self, plan: ExchangePlan, context: Context, push: Number, pull: Number
   ) -> list[Message]:
-    axes, n = context.axes[-1:], context.sizes[-1]
-    row = plan.row_wire.nbytes
-    slow = []
-    if len(context.axes) > 1:
-      slow = hierarchy.expected_messages(plan, context, push, pull)
-    return [
-      Message("all_to_all", axes, n * push * (row + 4.0) / 4),
-      *slow,
-      Message("all_gather", axes, plan.layout.slots * row / 4.0),
-    ]
+    *pushes, _ = Zen.expected_messages(self, plan, context, push, pull)
+    words = plan.layout.slots * plan.row_wire.nbytes / 4.0
+    return [*pushes, Message("all_gather", context.axes[-1:], words)]
 
 
 def _sections_of(

@@ -14,6 +14,7 @@ from zenjax._src.core import wire
 from zenjax._src.schemes import hierarchy
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
+from zenjax._src.schemes.base import Number
 from zenjax._src.schemes.base import Outgoing
 from zenjax._src.schemes.base import Sums
 from zenjax._src.schemes.buffer_sizes import ExchangePlan
@@ -81,34 +82,31 @@ class DenseInside(Zen):
         sums = hierarchy.sum_over(sums, plans, rooms, context)
     return sums
 
-  def push_messages(
+  def messages(
     self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
-    words = sum(plan.layout.words for plan in plans)
-    dense = [m for plan in plans for m in _dense_push(plan, context)]
-    pushes = [Message("all_gather", context.axes[-1:], words), *dense]
-    if len(context.axes) == 1:
-      return pushes
-    rooms = [self.held_rows(plan, context) for plan in plans]
-    return [*pushes, *hierarchy.messages(plans, rooms, rooms, context)]
+    _, *after = Zen.messages(self, plans, context)
+    return [*_dense_push(plans, context), *after]
 
   def expected_messages(
-    self,
-    plan: ExchangePlan,
-    context: Context,
-    push: jax.Array | float,
-    pull: jax.Array | float,
+    self, plan: ExchangePlan, context: Context, push: Number, pull: Number
   ) -> list[Message]:
     _, *after = Zen.expected_messages(self, plan, context, push, pull)
-    words = Message("all_gather", context.axes[-1:], plan.layout.words)
-    return [words, *_dense_push(plan, context), *after]
+    return [*_dense_push([plan], context), *after]
 
 
-def _dense_push(plan: ExchangePlan, context: Context) -> list[Message]:
-  wide = collectives.accumulator(plan.table.dtype)
-  columns = plan.block_width * plan.column_groups
-  words = wire.words_for(plan.table.num_rows * columns, wide)
-  return [Message("reduce_scatter", context.axes[-1:], words)]
+def _dense_push(
+  plans: Sequence[ExchangePlan], context: Context
+) -> list[Message]:
+  """Returns the collectives of bitmaps, and of each whole table."""
+  axes, words = context.axes[-1:], sum(plan.layout.words for plan in plans)
+  messages = [Message("all_gather", axes, words)]
+  for plan in plans:
+    wide = collectives.accumulator(plan.table.dtype)
+    columns = plan.block_width * plan.column_groups
+    words = wire.words_for(plan.table.num_rows * columns, wide)
+    messages.append(Message("reduce_scatter", axes, words))
+  return messages
 
 
 def _summed(

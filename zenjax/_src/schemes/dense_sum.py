@@ -68,10 +68,3 @@ def reduce_where(
     return lax.dynamic_update_slice_in_dim(table, total, start, axis=0)
 
   return lax.fori_loop(jnp.zeros_like(turns), turns, body, table)
-
-
-def messages(table: Table, context: Context) -> list[Message]:
-  """Returns the collectives of one iteration of the dense path."""
-  words = chunk_rows(table.num_rows, table.width) * table.width
-  each = collectives.accumulator(table.dtype).itemsize // 4
-  return [Message("all_reduce", context.axes, words * each)]

@@ -18,6 +18,7 @@ from zenjax._src.core import collectives
 from zenjax._src.core import wire
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
+from zenjax._src.schemes.base import Number
 from zenjax._src.schemes.base import Sums
 from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax.kernels.operations import merge
@@ -100,10 +101,7 @@ def messages(
 
 
 def expected_messages(
-  plan: ExchangePlan,
-  context: Context,
-  push: jax.Array | float,
-  pull: jax.Array | float,
+  plan: ExchangePlan, context: Context, push: Number, pull: Number
 ) -> list[Message]:
   """Returns the same collectives, of buffers that are just large enough.
 

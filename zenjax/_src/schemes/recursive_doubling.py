@@ -35,6 +35,7 @@ from zenjax._src.core.row_wire import RowWire
 from zenjax._src.schemes.all_gather import AllGather
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
+from zenjax._src.schemes.base import Number
 from zenjax._src.schemes.base import Outgoing
 from zenjax._src.schemes.base import Sums
 from zenjax._src.schemes.buffer_sizes import ExchangePlan
@@ -223,7 +224,7 @@ class RecursiveDoubling(AllGather):
         ]
       return jax.tree.map(lambda x: compat.agreed(x, context.axes), sums)
 
-  def push_messages(
+  def messages(
     self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
     rows = [rows_of(plan, context) for plan in plans]
@@ -238,11 +239,7 @@ class RecursiveDoubling(AllGather):
     return messages
 
   def expected_messages(
-    self,
-    plan: ExchangePlan,
-    context: Context,
-    push: jax.Array | float,
-    pull: jax.Array | float,
+    self, plan: ExchangePlan, context: Context, push: Number, pull: Number
   ) -> list[Message]:
     least = jnp.maximum(push, 1.0)
     power = jnp.log(jnp.maximum(pull, least) / least)

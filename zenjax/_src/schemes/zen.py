@@ -37,6 +37,7 @@ from zenjax._src.schemes.base import Arrived
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import counts_of
 from zenjax._src.schemes.base import Message
+from zenjax._src.schemes.base import Number
 from zenjax._src.schemes.base import Outgoing
 from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.base import Sums
@@ -67,6 +68,12 @@ def push_sections(out: Outgoing) -> Sections:
     ids = jnp.repeat(ids, plan.column_groups, axis=0)
     rows = wire.split_columns(rows, plan.column_groups)
   return Sections(counts, ids, plan.row_wire.encode(rows))
+
+
+def push_words(plan: ExchangePlan) -> int:
+  """Returns how many words of 32 bits the sections for one owner take."""
+  ids = wire.index_words(plan.push, plan.layout.slots)
+  return 1 + ids + plan.row_wire.words(plan.push)
 
 
 def owner_sums(received: Sections, plan: ExchangePlan, room: int) -> Sums:
@@ -195,38 +202,27 @@ class Zen(Scheme):
         for table, own, plan in zip(came, sums, plans)
       ]
 
-  def push_messages(
+  def messages(
     self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
-    words = 0
-    for plan in plans:
-      ids = wire.index_words(plan.push, plan.layout.slots)
-      words += 1 + ids + plan.row_wire.words(plan.push)
     level = self.level(context)
-    pushes = [Message("all_to_all", level.axes, words * level.devices)]
-    if level == context:
-      return pushes
-    inside, rooms = [
-      [self.held_rows(plan, at) for plan in plans] for at in (level, context)
+    pushed = level.devices * sum(map(push_words, plans))
+    rooms = [self.held_rows(plan, context) for plan in plans]
+    slow = []
+    if level != context:
+      inside = [self.held_rows(plan, level) for plan in plans]
+      slow = hierarchy.messages(plans, inside, rooms, context)
+    pulled = len(Tally._fields) * len(plans)
+    for plan, room in zip(plans, rooms):
+      pulled += _shared_ids(plan, room) + plan.row_wire.words(room)
+    return [
+      Message("all_to_all", level.axes, pushed),
+      *slow,
+      Message("all_gather", level.axes, pulled),
     ]
-    return [*pushes, *hierarchy.messages(plans, inside, rooms, context)]
-
-  def pull_messages(
-    self, plans: Sequence[ExchangePlan], context: Context
-  ) -> list[Message]:
-    words = 0
-    for plan in plans:
-      room = self.held_rows(plan, context)
-      counts = len(Tally._fields)
-      words += counts + _shared_ids(plan, room) + plan.row_wire.words(room)
-    return [Message("all_gather", self.level(context).axes, words)]
 
   def expected_messages(
-    self,
-    plan: ExchangePlan,
-    context: Context,
-    push: jax.Array | float,
-    pull: jax.Array | float,
+    self, plan: ExchangePlan, context: Context, push: Number, pull: Number
   ) -> list[Message]:
     level = self.level(context)
     block = plan.row_wire.nbytes
@@ -264,8 +260,9 @@ class PushOnly(Zen):
       for (told,), plan in zip(came, plans)
     ]
 
-  def pull_messages(
+  def messages(
     self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
+    *pushes, _ = Zen.messages(self, plans, context)
     words = len(Tally._fields) * len(plans)
-    return [Message("all_gather", context.axes[-1:], words)]
+    return [*pushes, Message("all_gather", context.axes[-1:], words)]

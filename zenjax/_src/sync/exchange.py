@@ -33,7 +33,6 @@ from zenjax._src.schemes import base
 from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Arrived
 from zenjax._src.schemes.base import Context
-from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import Outgoing
 from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.base import Sums
@@ -248,13 +247,3 @@ def _counts(
     rounds=rounds,
     dense=jnp.zeros((), bool) if dense is None else dense,
   )
-
-
-def messages(
-  plans: Sequence[ExchangePlan], scheme: Scheme, context: Context
-) -> list[Message]:
-  """Returns the collectives of one round, in order."""
-  return [
-    *scheme.push_messages(plans, context),
-    *scheme.pull_messages(plans, context),
-  ]

@@ -669,7 +669,7 @@ def _other_bytes(
   """Returns the bytes of fetches and of a norm that a device receives."""
   nbytes = 0.0
   if owner.clip_norm is not None:
-    messages = exchange.messages([plan], _PUSH_ONLY, context)
+    messages = _PUSH_ONLY.messages([plan], context)
     rounds = counts.rounds.astype(jnp.float32)
     nbytes += rounds * base.received_bytes(messages, context)
   if sharded:

@@ -24,7 +24,6 @@ from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax._src.schemes.buffer_sizes import Table
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
-from zenjax._src.sync import exchange
 from zenjax._src.sync.exchange import Counts
 from zenjax._src.sync.sync_options import Options
 
@@ -214,7 +213,7 @@ def after_step(
   `other_bytes` are the bytes that each leaf received outside of this exchange.
   """
   dense = counts.dense.astype(jnp.float32)
-  messages = exchange.messages([plan], scheme, context)
+  messages = scheme.messages([plan], context)
   round_bytes = base.received_bytes(messages, context)
   wire_bytes = counts.rounds.astype(jnp.float32) * round_bytes
   total, number = jnp.sum(counts.union), len(plan.tables)
