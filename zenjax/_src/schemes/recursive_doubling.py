@@ -34,10 +34,12 @@ from zenjax._src.core import wire
 from zenjax._src.core.row_wire import RowWire
 from zenjax._src.schemes.all_gather import AllGather
 from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.base import counts_of
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import Number
 from zenjax._src.schemes.base import Outgoing
 from zenjax._src.schemes.base import Sums
+from zenjax._src.schemes.base import Tally
 from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax.kernels.operations import merge
 from zenjax.kernels.reference import Union
@@ -180,10 +182,6 @@ def _merge(a: Sums, b: Sums, plan: ExchangePlan, room: int) -> Sums:
   )
 
 
-# How many counts are sent with a union.
-_NUMBERS = 5
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecursiveDoubling(AllGather):
   """Exchanges unions with ranks at distance 1, 2, 4, ... along each axis.
@@ -210,17 +208,15 @@ class RecursiveDoubling(AllGather):
       local = [_own(out) for out in outgoing]
       sums = [own for own, _ in local]
       for i, hop in enumerate(hops(context)):
+        first, room = hop.merged == 1, [held[i][1] for held in rows]
         # Rounding twice may differ from rounding once.
-        sent = [rows if hop.merged == 1 else None for _, rows in local]
+        sent = [encoded if first else None for _, encoded in local]
         sections = list(map(_encode, sums, plans, sent))
         received = wire.send(sections, collectives.permute, hop.axis, hop.pairs)
         rank = lax.axis_index(hop.axis)
         sums = [
-          take(
-            *(hop, rank, own, _decode(came, plan, own, hop.merged == 1)),
-            *(plan, most[i][1]),
-          )
-          for own, came, plan, most in zip(sums, received, plans, rows)
+          take(hop, rank, own, _decode(came, plan, own, first), plan, most)
+          for own, came, plan, most in zip(sums, received, plans, room)
         ]
       return jax.tree.map(lambda x: compat.agreed(x, context.axes), sums)
 
@@ -233,7 +229,7 @@ class RecursiveDoubling(AllGather):
       words = 0
       for plan, hop_rows in zip(plans, rows):
         sent, _ = hop_rows[i]
-        words += _NUMBERS + wire.index_words(sent, plan.layout.slots)
+        words += len(Tally._fields) + wire.index_words(sent, plan.layout.slots)
         words += _row_wire(plan, hop.merged == 1).words(sent)
       messages.append(Message("collective_permute", (hop.axis,), words))
     return messages
@@ -282,9 +278,8 @@ def _encode(
 ) -> list[jax.Array]:
   """Returns the sections of a union, with its encoded `rows` if given."""
   union = own.union
-  counts = union.total, union.limit, union.summed, own.pushed, own.fullest
   return [
-    jnp.stack(counts)[None],
+    counts_of(own)[None],
     wire.encode_index(union.slots[None], plan.layout.slots),
     (union.rows if rows is None else rows)[None],
   ]
@@ -295,13 +290,13 @@ def _decode(
 ) -> Sums:
   """Decodes received sums, in the same shape as `own`."""
   counts, index, rows = came
-  total, limit, summed, pushed, fullest = counts[0]
+  tally = Tally(*counts[0])
   room = own.union.slots.shape[0]
   union = Union(
     slots=wire.decode_index(index, room, plan.layout.slots)[0],
     rows=_row_wire(plan, first).decode(rows[0]).astype(own.union.rows.dtype),
-    total=total,
-    limit=limit,
-    summed=summed,
+    total=tally.union,
+    limit=tally.limit,
+    summed=tally.summed,
   )
-  return Sums(union, pushed=pushed, fullest=fullest)
+  return Sums(union, pushed=tally.pushed, fullest=tally.fullest)

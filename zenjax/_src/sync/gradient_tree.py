@@ -29,7 +29,6 @@ from zenjax._src.sync import sync_state
 from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import LeafChoice
-from zenjax._src.sync.sync_state import LeafState
 from zenjax._src.sync.sync_state import ZenSyncState
 
 # An exchange has the derivatives of `psum` or `pmean`, which it equals.
@@ -43,27 +42,22 @@ def linear_as_psum(
   exchanged: Callable[[Any, Any], tuple[Any, Any]],
   context: Context,
 ) -> Callable[[Any, Any], tuple[Any, Any]]:
-  """Returns `exchanged(tree, state)` with the derivatives of a sum.
+  """Returns `exchanged(leaves, state)` with the derivatives of a sum.
 
   Args:
-    exchanged: Returns the synced tree and a new state; closes over no arrays.
+    exchanged: Returns synced leaves and a new state; closes over no arrays.
     context: Axes and operation.
   """
   call = jax.custom_jvp(exchanged)
 
   @call.defjvp
   def derivative(primals, tangents):
-    out, new = call(*primals)
-    leaves, moved = (
-      jax.tree.leaves(tree, is_leaf=is_rows)
-      for tree in (primals[0], tangents[0])
-    )
-    sums, structure = jax.tree.flatten(out, is_leaf=is_rows)
+    sums, new = call(*primals)
     moved = [
       _tangent_of_sum(leaf, tangent, total, context)
-      for leaf, tangent, total in zip(leaves, moved, sums)
+      for leaf, tangent, total in zip(primals[0], tangents[0], sums)
     ]
-    return (out, new), (structure.unflatten(moved), jax.tree.map(_zero, new))
+    return (sums, new), (moved, jax.tree.map(_zero, new))
 
   return call
 
@@ -202,32 +196,28 @@ def as_varying(tree: Any, axes: Axes) -> Any:
   return jax.tree.map(cast, tree)
 
 
-def sync_tree(
-  tree: Any, state: ZenSyncState | None, options: Options
-) -> tuple[Any, dict[str, LeafState]]:
-  """Synchronizes every leaf; `state=None` keeps no statistics.
+def sync_tree(tree: Any, state: Any, options: Options) -> tuple[Any, Any]:
+  """Synchronizes every leaf, and returns the tree and the new state.
 
-  Returns:
-    The tree, synchronized, and the new states of its sparse leaves.
+  `state` is a `ZenSyncState`, or None to count nothing.
   """
   context = context_of(options)
-  leaves = local_leaves(tree, context)
+  named = local_leaves(tree, context)
   if options.plan:
-    require_tree(options.plan, leaf_util.shapes(leaves))
+    require_tree(options.plan, leaf_util.shapes(named))
   sparse: list[tuple[str, Any]] = []
   # One device has nothing to exchange.
   if context.devices > 1 or options.output == "rows":
     chosen = leaf_util.select(tree, options.sparse, options.unit)
-    sparse = [leaf for leaf, is_sparse in zip(leaves, chosen) if is_sparse]
+    sparse = [leaf for leaf, is_sparse in zip(named, chosen) if is_sparse]
     if options.scheme != DENSE:
       require_sparse([name for name, _ in sparse], state, options)
   tuned = dict(state.tuned) if state else {}
   dense, exchanges = _exchanges(sparse, tuned, options, context)
   sent = {t.name for _, plans in exchanges for p in plans for t in p.tables}
 
-  def exchanged(tree, memory):
-    leaves = dict(leaf_util.named_leaves(tree, is_rows))
-    names = list(leaves)  # JAX sorts the keys of dicts; the tree has its own.
+  def exchanged(leaves, memory):
+    leaves = {name: leaf for (name, _), leaf in zip(named, leaves)}
     states = dict(memory.leaves) if memory else {}
     others = {name: x for name, x in leaves.items() if name not in sent}
     out = totals(others, options, context)
@@ -254,10 +244,13 @@ def sync_tree(
           states |= sync_state.after_step(
             states, memory.step, count, plan, scheme, context
           )
-    structure = jax.tree.structure(tree, is_leaf=is_rows)
-    return structure.unflatten([out[name] for name in names]), states
+    return [out[name] for name, _ in named], states
 
-  return linear_as_psum(exchanged, context)(tree, state)
+  leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
+  sums, states = linear_as_psum(exchanged, context)(leaves, state)
+  if state is not None:
+    state = sync_state.next_state(state, states, "zen_sync", options, tree)
+  return structure.unflatten(sums), state
 
 
 def _exchanges(

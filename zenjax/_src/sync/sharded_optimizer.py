@@ -34,7 +34,6 @@ from zenjax._src.sync import exchange
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import leaf_tables
 from zenjax._src.sync import owner_rows
-from zenjax._src.sync import processes
 from zenjax._src.sync import sync_options
 from zenjax._src.sync import sync_state
 from zenjax._src.sync import whole_batch
@@ -245,18 +244,18 @@ class Owners:
       sharded=frozenset(given.tables),
       clip_norm=self.clip_norm,
     )
-    out, sync = {}, state.sync
+    out, leaves = {}, state.sync.leaves
     if tables:
-      out, inner, sync, owner = self._exchange(
-        given, owner, inner, sync, context
+      out, inner, leaves, owner = self._exchange(
+        given, owner, inner, state.sync, context
       )
     elif self.clip_norm is not None:
       owner = owner.agreed(owner.no_squares)
     updated, inner = owner.finish(inner)
     updated = [out.get(i, x) for i, x in enumerate(updated)]
-    by = "sharded_optimizer"
-    step = processes.compared(sync.step + 1, by, options, updates, sync.tuned)
-    sync = sync.replace(step=step, mean=jnp.full_like(sync.mean, options.mean))
+    sync = sync_state.next_state(
+      state.sync, leaves, "sharded_optimizer", options, updates
+    )
     new = ShardedOptimizerState(sync, _bare(inner))
     return given.tree(updated, given.tables), new
 
@@ -426,7 +425,7 @@ class Owners:
     ]
 
   def _exchange(self, given, owner, inner, sync, context):
-    """Returns updates of tables, the state of `tx`, statistics, the owner."""
+    """Returns updates of tables, the state of `tx`, counts, and the owner."""
     plans = self._plans(given, owner.tables, sync, context)
     gradients = [
       [leaf_util.as_table(given.leaves[i], self.options.unit)]
@@ -468,7 +467,7 @@ class Owners:
       leaves |= sync_state.after_step(
         leaves, sync.step, count, plan, scheme, context, other_bytes
       )
-    return out, inner, sync.replace(leaves=leaves), owner
+    return out, inner, leaves, owner
 
   def _plans(self, given, tables, sync, context):
     """Plans how the rows of each table get to their owners."""

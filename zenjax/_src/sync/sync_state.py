@@ -24,6 +24,7 @@ from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax._src.schemes.buffer_sizes import Table
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
+from zenjax._src.sync import processes
 from zenjax._src.sync.exchange import Counts
 from zenjax._src.sync.sync_options import Options
 
@@ -195,6 +196,27 @@ def empty_leaf(*, devices: int = 0, sharded: bool = False) -> LeafState:
     history=jnp.full((HISTORY, 2), NO_STEP, jnp.int32),
     sharded=sharded,
   )
+
+
+def next_state(
+  state: ZenSyncState,
+  leaves: dict[str, Any],
+  by: str,
+  options: Options,
+  updates: Any,
+) -> ZenSyncState:
+  """Returns the state after a step, in which processes compare the exchange.
+
+  Args:
+    state: The state before.
+    leaves: The new states of its leaves.
+    by: Name of the transformation.
+    options: Its options.
+    updates: The gradients.
+  """
+  step = processes.compared(state.step + 1, by, options, updates, state.tuned)
+  mean = jnp.full_like(state.mean, options.mean)
+  return state.replace(step=step, leaves=leaves, mean=mean)
 
 
 def after_step(

@@ -26,7 +26,6 @@ from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.sync import gradient_tree
-from zenjax._src.sync import processes
 from zenjax._src.sync.plans import Plan
 from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
@@ -201,10 +200,6 @@ def sync(
       plan=options.plan and _of_parts(options.plan, tree),
     )
     out, new = gradient_tree.sync_tree(tree, state, inner)
-    step = processes.compared(
-      state.step + 1, "zen_sync", inner, tree, state.tuned
-    )
-    new = state.replace(step=step, leaves=new, mean=jnp.zeros_like(state.mean))
     return jax.tree.leaves(out, is_leaf=is_rows), _largest(new, specs)
 
   everywhere = PartitionSpec()

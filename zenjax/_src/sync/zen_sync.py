@@ -18,7 +18,6 @@ from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.sync import gradient_tree
-from zenjax._src.sync import processes
 from zenjax._src.sync import sync_options
 from zenjax._src.sync import sync_state
 from zenjax._src.sync import whole_batch
@@ -176,12 +175,7 @@ def zen_sync(
     around = collectives.mesh_around(options.axes, updates, mesh)
     if around is not None:
       return whole_batch.sync(updates, state, around, options)
-    synced, leaves = gradient_tree.sync_tree(updates, state, options)
-    step = processes.compared(
-      state.step + 1, "zen_sync", options, updates, state.tuned
-    )
-    mean = jnp.full_like(state.mean, options.mean)
-    return synced, state.replace(step=step, leaves=leaves, mean=mean)
+    return gradient_tree.sync_tree(updates, state, options)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
