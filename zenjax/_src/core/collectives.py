@@ -1,8 +1,8 @@
 """Wraps the collectives of `jax.lax` that exchange gradients.
 
-Schemes call these wrappers instead of `jax.lax`. Only `sync/whole_batch.py`
-(statistics of parts) and `training/global_values.py` (a weighted mean) call
-collectives of `jax.lax` themselves.
+Schemes call these wrappers instead of `jax.lax`. Only
+`training/global_values.py` (a weighted mean) calls collectives of `jax.lax`
+itself.
 
 `axes` are names of mesh axes or mapped axes, slowest first. Ranks count in that
 order.

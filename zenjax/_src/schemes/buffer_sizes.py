@@ -99,13 +99,8 @@ class ExchangePlan:
     return np.cumsum([0, *heights[:-1]]).astype(np.int32)
 
   @property
-  def block_width(self) -> int:
-    """`ceil(D / g)`, columns that one owner sums."""
-    return -(-self.table.width // self.column_groups)
-
-  @property
   def row_wire(self) -> RowWire:
-    """How the columns of a row that one owner sums are sent."""
+    """How the `ceil(D / g)` columns that one owner sums are sent."""
     return self.table.row_wire(self.column_groups)
 
 

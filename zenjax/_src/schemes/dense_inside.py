@@ -103,7 +103,7 @@ def _dense_push(
   messages = [Message("all_gather", axes, words)]
   for plan in plans:
     wide = collectives.accumulator(plan.table.dtype)
-    columns = plan.block_width * plan.column_groups
+    columns = plan.row_wire.columns * plan.column_groups
     words = wire.words_for(plan.table.num_rows * columns, wide)
     messages.append(Message("reduce_scatter", axes, words))
   return messages

@@ -22,7 +22,6 @@ from zenjax._src.schemes.base import Number
 from zenjax._src.schemes.base import Sums
 from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax.kernels.operations import merge
-from zenjax.kernels.reference import Union
 
 _NUMBERS = 4
 
@@ -64,10 +63,12 @@ def sum_over(
     collectives.all_gather,
     slow,
   )
-  return [
-    own._replace(union=_whole_rows(own.union, blocks, plan, hosts))
-    for own, (blocks,), plan in zip(merged, gathered, plans)
-  ]
+  summed = []
+  for own, (blocks,), plan in zip(merged, gathered, plans):
+    rows = wire.join_columns(blocks, hosts, plan.row_wire.columns)
+    union = own.union._replace(rows=jnp.squeeze(rows, 0))
+    summed.append(own._replace(union=union))
+  return summed
 
 
 def messages(
@@ -89,7 +90,7 @@ def messages(
   index = pushed = pulled = 0
   for plan, held, room in zip(plans, inside, rooms):
     index += _NUMBERS + wire.index_words(held, plan.layout.slots)
-    columns = -(-plan.block_width // hosts)
+    columns = -(-plan.row_wire.columns // hosts)
     dtype = collectives.accumulator(plan.table.dtype)
     pushed += wire.words_for(held * columns, dtype)
     pulled += wire.words_for(room * columns, dtype)
@@ -111,7 +112,7 @@ def expected_messages(
   hosts = context.devices // context.sizes[-1]
   wide = collectives.accumulator(plan.table.dtype).itemsize
   inside = jnp.minimum(pull, push * context.sizes[-1])
-  row_words = -(-plan.block_width // hosts) * wide / 4
+  row_words = -(-plan.row_wire.columns // hosts) * wide / 4
   return [
     Message("all_gather", slow, jnp.minimum(inside, plan.layout.words)),
     Message("all_to_all", slow, hosts * inside * row_words),
@@ -152,11 +153,3 @@ def _merge_hosts(
     pushed=wire.sum_counts(pushed),
     fullest=jnp.max(fullest),
   )
-
-
-def _whole_rows(
-  union: Union, blocks: jax.Array, plan: ExchangePlan, hosts: int
-) -> Union:
-  capacity = union.rows.shape[0]
-  rows = wire.join_columns(blocks, hosts, plan.block_width)
-  return union._replace(rows=rows.reshape(capacity, plan.block_width))

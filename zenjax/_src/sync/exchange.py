@@ -104,13 +104,9 @@ def exchange(
         sums, kept = owner(sums, kept)
     return scheme.pull(plans, sums, context), kept
 
-  first = _Flow(
-    starts=[jnp.zeros(plan.layout.groups, jnp.int32) for plan in plans],
-    tables=tables,
-    unions=[jnp.zeros(plan.layout.groups, jnp.int32) for plan in plans],
-    owned=owned,
-    rounds=jnp.zeros((), jnp.int32),
-  )
+  none = [jnp.zeros(plan.layout.groups, jnp.int32) for plan in plans]
+  rounds = jnp.zeros((), jnp.int32)
+  first = _Flow(none, tables, unions=none, owned=owned, rounds=rounds)
   arrived, kept = turn(first)
   tallies = [came.tally for came in arrived]
   dense = [

@@ -162,24 +162,17 @@ def table_of(
     )
   rows, width = leaf_util.table_shape(leaf, unit)
   buffer_sizes.require_rows(f"{name!r} with {unit=}", rows)
+  dtype, wire_dtype = jnp.dtype(leaf.dtype), options.wire_dtype
+  if isinstance(wire_dtype, dict):
+    wire_dtype = wire_dtype.get(name)
+  wire_dtype = wire_dtype or dtype
+  row_wire.require(name, dtype, wire_dtype, width)
   return Table(
     name=name,
     num_rows=rows,
     width=width,
-    dtype=jnp.dtype(leaf.dtype),
-    wire_dtype=_wire_dtype(name, jnp.dtype(leaf.dtype), width, options),
+    dtype=dtype,
+    wire_dtype=wire_dtype,
     # Without any lookup one row of padding is sent.
     look_ups=max(1, leaf.capacity) if isinstance(leaf, SparseRows) else None,
   )
-
-
-def _wire_dtype(
-  name: str, dtype: jnp.dtype, width: int, options: Options
-) -> jnp.dtype:
-  """Returns the dtype in which rows of a leaf are sent."""
-  wire = options.wire_dtype
-  if isinstance(wire, dict):
-    wire = wire.get(name)
-  wire = wire or dtype
-  row_wire.require(name, dtype, wire, width)
-  return wire

@@ -457,16 +457,13 @@ def require_same(
 def require_mesh(plan: Plan, mesh: tuple[tuple[str, int], ...]) -> None:
   """Raises `ValueError` if a plan was made for other devices."""
   if plan.mesh != mesh:
+    axes = tuple([name for name, _ in mesh])
     raise ValueError(
       f"`plan` was made for {dict(plan.mesh)}, but it is used on {dict(mesh)}."
       " Make a new plan with a topology of these devices, and with"
-      f" `axis_name={_axis_name(mesh)!r}`, the axis of the slowest links first."
+      f" `axis_name={axes if axes[1:] else axes[0]!r}`, the axis of the slowest"
+      " links first."
     )
-
-
-def _axis_name(mesh: tuple[tuple[str, int], ...]) -> str | tuple[str, ...]:
-  (first, *others) = [name for name, _ in mesh]
-  return (first, *others) if others else first
 
 
 def require_version(plan: Plan) -> None:

@@ -7,6 +7,7 @@ the node: a step compiles once more when it changes, and never otherwise.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import math
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -41,15 +42,15 @@ Node = TypeVar("Node")
 class Sizes(NamedTuple):
   """Static facts of a leaf, as numbers, so that a report needs only them."""
 
-  num_rows: Any
-  width: Any
-  devices: Any
-  row_groups: Any
-  column_groups: Any
-  push: Any  # buffer sizes of a round
-  pull: Any
-  scheme: Any  # index in `SCHEMES`
-  joined: Any  # number of the first leaf that is sent in the same table
+  num_rows: Any = 0
+  width: Any = 0
+  devices: Any = 0
+  row_groups: Any = 0
+  column_groups: Any = 0
+  push: Any = 0  # buffer sizes of a round
+  pull: Any = 0
+  scheme: Any = 0  # index in `SCHEMES`
+  joined: Any = 0  # number of the first leaf that is sent in the same table
 
 
 # These sizes decide who gets which rows. If they change, needs of earlier steps
@@ -63,16 +64,16 @@ _GROUPED = np.array(
 
 
 class Last(NamedTuple):
-  """Counts of the last step."""
+  """Counts of the last step, NaN for rows that were not counted."""
 
-  local_rows: Any  # nonzero rows of a device, mean
-  union_rows: Any  # rows of the sum
-  push_need: Any  # rows of the fullest pair of device and row group
-  pull_need: Any  # rows of the sum in the fullest row group
-  rounds: Any
-  wire_bytes: Any  # received by a device
-  dense_bytes: Any  # received by a device in a ring all-reduce
-  went_dense: Any  # 1 if the leaf was all-reduced
+  local_rows: Any = math.nan  # nonzero rows of a device, mean
+  union_rows: Any = math.nan  # rows of the sum
+  push_need: Any = math.nan  # of the fullest pair of device and row group
+  pull_need: Any = math.nan  # rows of the sum in the fullest row group
+  rounds: Any = 0
+  wire_bytes: Any = 0  # received by a device
+  dense_bytes: Any = 0  # received by a device in a ring all-reduce
+  went_dense: Any = 0  # 1 if the leaf was all-reduced
 
 
 @jax.tree_util.register_dataclass
@@ -189,9 +190,8 @@ def empty(
 
 def empty_leaf(*, devices: int = 0, sharded: bool = False) -> LeafState:
   """Returns the state of a leaf before the first step."""
-  sizes = Sizes(*[0] * len(Sizes._fields))._replace(devices=devices)
   return LeafState(
-    sizes=jnp.array(sizes, jnp.int32),
+    sizes=jnp.array(Sizes(devices=devices), jnp.int32),
     last=jnp.zeros(len(Last._fields), jnp.float32),
     history=jnp.full((HISTORY, 2), NO_STEP, jnp.int32),
     sharded=sharded,
@@ -296,14 +296,9 @@ def after_dense_step(
     devices=context.devices,
     row_groups=1,
     column_groups=1,
-    push=0,
-    pull=0,
     scheme=SCHEMES.index(DENSE),
-    joined=0,
   )
-  last = Last(*[float("nan")] * len(Last._fields))._replace(
-    rounds=0.0, wire_bytes=nbytes, dense_bytes=nbytes, went_dense=1.0
-  )
+  last = Last(wire_bytes=nbytes, dense_bytes=nbytes, went_dense=1)
   return dataclasses.replace(
     leaf,
     sizes=jnp.array(sizes, jnp.int32),

@@ -13,11 +13,10 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
+from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
@@ -31,6 +30,7 @@ from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import ZenSyncState
 from zenjax._src.tables import sharded_table
+from zenjax._src.tables.table_update import on_devices
 
 
 class Placement(NamedTuple):
@@ -46,19 +46,23 @@ class Parts(NamedTuple):
   Attributes:
     named: All gradients, with their names.
     is_part: For each of them, whether it is left to sum.
+    structure: The tree of all gradients.
     sparse: Names of the leaves that are sent sparse. The shape of a device's
       part does not tell.
-    given: The gradients that are left to sum, as the exchange takes them.
+    names: The names of the gradients that are left to sum.
+    given: These gradients, as the exchange takes them.
     placements: Their placements.
-    structure: The tree of all gradients.
+    summed: The gradients that XLA has summed.
   """
 
   named: list[tuple[str, Any]]
   is_part: list[bool]
+  structure: Any
   sparse: frozenset[str]
+  names: list[str]
   given: list[Any]
   placements: list[Placement]
-  structure: Any
+  summed: list[Any]
 
   def tree(self, parts: Iterable[Any], summed: Iterable[Any]) -> Any:
     """Returns a tree of `parts`, and of `summed` for all other gradients."""
@@ -66,19 +70,6 @@ class Parts(NamedTuple):
     return self.structure.unflatten(
       [next(parts) if is_part else next(summed) for is_part in self.is_part]
     )
-
-  @property
-  def names(self) -> list[str]:
-    """The names of the gradients that are left to sum."""
-    named = zip(self.named, self.is_part)
-    return [name for (name, _), is_part in named if is_part]
-
-  @property
-  def summed(self) -> list[Any]:
-    """The gradients that XLA has summed."""
-    return [
-      x for (_, x), is_part in zip(self.named, self.is_part) if not is_part
-    ]
 
 
 def parts_of(updates: Any, mesh: Any, options: Options) -> Parts:
@@ -105,10 +96,20 @@ def parts_of(updates: Any, mesh: Any, options: Options) -> Parts:
     )
   chosen = leaf_util.select(updates, options.sparse, options.unit)
   devices = math.prod([mesh.shape[axis] for axis in axes])
-  given: list[Any] = []
-  placements: list[Placement] = []
+  sparse = [name for (name, _), is_sparse in zip(named, chosen) if is_sparse]
+  parts = Parts(
+    named=named,
+    is_part=is_part,
+    structure=jax.tree.structure(updates, is_leaf=is_rows),
+    sparse=frozenset(sparse),
+    names=[],
+    given=[],
+    placements=[],
+    summed=[],
+  )
   for (name, x), left, is_sparse in zip(named, is_part, chosen):
     if not left:
+      parts.summed.append(x)
       continue
     placement = _placement(name, x, is_sparse, options)
     if is_rows(x):
@@ -121,11 +122,10 @@ def parts_of(updates: Any, mesh: Any, options: Options) -> Parts:
           placement.given,
           x,
         )
-    placements.append(placement)
-    given.append(x)
-  sparse = [name for (name, _), is_sparse in zip(named, chosen) if is_sparse]
-  structure = jax.tree.structure(updates, is_leaf=is_rows)
-  return Parts(named, is_part, frozenset(sparse), given, placements, structure)
+    parts.names.append(name)
+    parts.given.append(x)
+    parts.placements.append(placement)
+  return parts
 
 
 def refuse_mean(options: Options) -> None:
@@ -151,14 +151,7 @@ def mapped(
   f: Callable[..., Any], mesh: Any, axes: Axes, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
   """Returns `f` as a function of global arrays; `f` sees a device's parts."""
-  whole = jax.shard_map(
-    f,
-    mesh=mesh,
-    in_specs=in_specs,
-    out_specs=out_specs,
-    axis_names={*axes, *compat.explicit_of(mesh)},
-    check_vma=False,
-  )
+  whole = on_devices(f, mesh, axes, in_specs, out_specs)
   if not jax.config.jax_disable_jit:
     return whole
 
@@ -353,17 +346,11 @@ def _largest(state: Any, specs: Any) -> Any:
   Parts of a leaf that is sharded by `specs` are exchanged by themselves, and
   have counts of their own.
   """
-  is_spec = lambda x: isinstance(x, PartitionSpec)
-  entries = [tuple(x) for x in jax.tree.leaves(specs, is_leaf=is_spec)]
+  entries = [tuple(spec) for spec in jax.tree.leaves(specs)]
   axes = tuple(sorted({*jax.tree.leaves(entries)}))
   if not axes:
     return state
-
-  def largest(x):
-    number = x.astype(jnp.int32) if x.dtype == bool else x
-    return lax.pmax(number, axes).astype(x.dtype)
-
-  return jax.tree.map(largest, state)
+  return jax.tree.map(lambda x: collectives.pmax(x, axes), state)
 
 
 def _of_rows(rows: SparseRows, by_row: Any, by_column: Any) -> Any:
@@ -374,6 +361,6 @@ def _of_rows(rows: SparseRows, by_row: Any, by_column: Any) -> Any:
 
 def _unreduced_axes(leaf: Any) -> frozenset[str]:
   """Returns the axes over which an array's type says that it is unreduced."""
-  if is_rows(leaf) or not compat.explicit_axes(leaf):
+  if not compat.explicit_axes(leaf):
     return frozenset()
   return frozenset(jax.typeof(leaf).sharding.spec.unreduced)
