@@ -12,13 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import optax
 
+from zenjax._src.core import arguments
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
-from zenjax._src.core.arguments import AxisName
-from zenjax._src.core.arguments import Capacities
-from zenjax._src.core.arguments import Capacity
-from zenjax._src.core.arguments import Kernels
-from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.rows import lazy
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows import row_analysis
@@ -212,8 +208,7 @@ class Owners:
     gradient_tree.require_sparse(
       [names[i] for i in tables], state.sync, options
     )
-    _require_same_tables([names[i] for i in given.tables], state.sync)
-    _require_same_owners(state.inner, tables.values())
+    _require_same_tables(state, given, tables.values())
     is_summed = [name in self.summed for name in names]
     for i, table in tables.items():
       if is_summed[i]:
@@ -443,22 +438,23 @@ class Owners:
         owned=owner.no_squares,
       )
       owner = owner.agreed(squares)
-    scheme, step, owned = SPARSE["zen"], owner, inner
+    out = {}
     if given.tables:
+      scheme, step = _PUSH_ONLY, owner.keeping
       lists = [
         owner_rows.Listed.empty(plan.most_pull, table)
         for plan, table in zip(plans, owner.tables.values())
       ]
-      scheme, step, owned = _PUSH_ONLY, owner.keeping, (inner, lists)
-    updates, counts, owned = exchange.exchange(
-      plans, gradients, scheme, sums, owner=step, owned=owned
-    )
-    out, inner = {}, owned
-    if given.tables:
-      inner, lists = owned
+      _, counts, (inner, lists) = exchange.exchange(
+        plans, gradients, scheme, sums, owner=step, owned=(inner, lists)
+      )
       for (i, table), (slots, rows) in zip(given.tables.items(), lists):
         out[i] = TableUpdate(slots, rows, table.layout.slots, table.axes)
     else:
+      scheme = SPARSE["zen"]
+      updates, counts, inner = exchange.exchange(
+        plans, gradients, scheme, sums, owner=owner, owned=inner
+      )
       for i, (rows,) in zip(owner.tables, updates):
         out[i] = gradient_tree.as_output(rows, given.leaves[i], self.options)
     leaves = dict(sync.leaves)
@@ -487,11 +483,11 @@ class Owners:
         union = size * context.devices
         if context.devices > table.devices:
           union = [*table.sizes[1:], union][0]
-        sizes = Capacity(size, min(table.num_rows, union))
+        sizes = arguments.Capacity(size, min(table.num_rows, union))
+        choice = leaf_tables.Choice("zen", 1, sizes)
       else:
-        tuned = dict(sync.tuned)
-        sizes = leaf_tables.choose(fact, options, tuned, context).capacities
-      choices.append(leaf_tables.Choice("zen", 1, sizes))
+        choice = leaf_tables.choose(fact, options, dict(sync.tuned), context)
+      choices.append(choice)
     plans = leaf_tables.plans(
       facts, choices, scheme, options, context, owners=True
     )
@@ -625,22 +621,21 @@ def _require_form(state: Any, analysis: RowAnalysis) -> None:
     )
 
 
-def _require_same_tables(names: Sequence[str], sync: Any) -> None:
-  """Raises ValueError if other tables are sharded than in a state."""
-  tables = sorted(sync_state.tables(sync))
-  if tables != sorted(names):
+def _require_same_tables(
+  state: ShardedOptimizerState, given: Leaves, tables: Iterable[ShardedTable]
+) -> None:
+  """Raises ValueError if a state is for other tables, or for other owners."""
+  names = sorted([given.names[i] for i in given.tables])
+  had = sorted(sync_state.tables(state.sync))
+  if had != names:
     raise ValueError(
       "`state` of sharded_optimizer must be made for the tables that are"
-      f" sharded, {sorted(names)}, but in this state these are {tables}. Shard"
+      f" sharded, {names}, but in this state these are {had}. Shard"
       " tables before `zenjax.init_state`, or move both with"
       " `zenjax.tables.shard(params, mesh, axis_name, opt_state=..)`."
     )
-
-
-def _require_same_owners(state: Any, tables: Iterable[ShardedTable]) -> None:
-  """Raises ValueError if the rows of a state have other owners here."""
   owners = {(x.num_rows, x.seed, x.hash_offset) for x in tables}
-  for node in sharded_table.nodes(state):
+  for node in sharded_table.nodes(state.inner):
     for x in jax.tree.leaves(node.value):
       if node.has_rows(x) and len(x) != node.layout.slots:
         raise ValueError(
@@ -693,15 +688,15 @@ def _require_replicated(params: Any) -> None:
 
 def sharded_optimizer(
   tx: optax.GradientTransformation,
-  axis_name: AxisName,
+  axis_name: arguments.AxisName,
   *,
-  sparse: SparseSpec = None,
+  sparse: arguments.SparseSpec = None,
   op: str | None = None,
   clip_norm: float | None = None,
   wire_dtype: Any = None,
-  capacities: Capacities = None,
+  capacities: arguments.Capacities = None,
   mesh: Any = None,
-  kernels: Kernels = "xla",
+  kernels: arguments.Kernels = "xla",
   hash_seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
   """Synchronizes gradients, and shards the optimizer state of tables.

@@ -7,12 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from zenjax._src.core import arguments
-from zenjax._src.core.arguments import AxisName
-from zenjax._src.core.arguments import Capacity
-from zenjax._src.core.arguments import Kernels
-from zenjax._src.core.arguments import Partition
-from zenjax._src.core.arguments import SparseSpec
-from zenjax._src.core.arguments import Unit
 from zenjax._src.core.collectives import Axes
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
@@ -28,18 +22,18 @@ class Options:
   """The arguments of `zen_sync`, with their defaults."""
 
   axes: Axes
-  sparse: SparseSpec = None
+  sparse: arguments.SparseSpec = None
   scheme: str = "zen"
   op: str | None = None
   output: str = "same"
-  unit: Unit = "auto"  # After `check`, never "auto".
-  partition: Partition = "hash"
+  unit: arguments.Unit = "auto"  # After `check`, never "auto".
+  partition: arguments.Partition = "hash"
   # One for all leaves, or by leaf.
   wire_dtype: jnp.dtype | dict[str, jnp.dtype] | None = None
-  capacities: Capacity | dict[str, Capacity] | None = None
+  capacities: arguments.Capacity | dict[str, arguments.Capacity] | None = None
   plan: plans.Plan | None = None
   mesh: jax.sharding.Mesh | None = None
-  kernels: Kernels = "xla"
+  kernels: arguments.Kernels = "xla"
   hash_seed: int = 0
 
   @property
@@ -48,7 +42,7 @@ class Options:
     return self.op != "sum"
 
 
-def check(axis_name: AxisName, **given: Any) -> Options:
+def check(axis_name: arguments.AxisName, **given: Any) -> Options:
   """Returns the checked options of a `zen_sync` with these arguments.
 
   Args:

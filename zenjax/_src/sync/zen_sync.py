@@ -6,14 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zenjax._src.core import arguments
 from zenjax._src.core import collectives
-from zenjax._src.core.arguments import AxisName
-from zenjax._src.core.arguments import Capacities
-from zenjax._src.core.arguments import Kernels
-from zenjax._src.core.arguments import Partition
-from zenjax._src.core.arguments import SchemeName
-from zenjax._src.core.arguments import SparseSpec
-from zenjax._src.core.arguments import Unit
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.schemes.registry import DENSE
@@ -28,19 +22,19 @@ from zenjax._src.sync.sync_state import ZenSyncState
 
 
 def zen_sync(
-  axis_name: AxisName,
+  axis_name: arguments.AxisName,
   *,
-  sparse: SparseSpec = None,
-  scheme: SchemeName = "zen",
+  sparse: arguments.SparseSpec = None,
+  scheme: arguments.SchemeName = "zen",
   op: str | None = None,
   output: str = "same",
-  unit: Unit = "auto",
-  partition: Partition = "hash",
+  unit: arguments.Unit = "auto",
+  partition: arguments.Partition = "hash",
   wire_dtype: Any = None,
-  capacities: Capacities = None,
+  capacities: arguments.Capacities = None,
   plan: Plan | None = None,
   mesh: jax.sharding.Mesh | None = None,
-  kernels: Kernels = "xla",
+  kernels: arguments.Kernels = "xla",
   hash_seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over devices, and sends only nonzero rows.
@@ -194,7 +188,7 @@ def _init(params: optax.Params, options: Options) -> ZenSyncState:
   return sync_state.empty(names, options)
 
 
-def sparse_pmean(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
+def sparse_pmean(x: Any, axis_name: arguments.AxisName, **kwargs: Any) -> Any:
   """Averages one array over devices like `lax.pmean`, sending nonzero rows.
 
   Use it for a single array with many rows of zeros, or for SparseRows, outside
@@ -231,7 +225,7 @@ def sparse_pmean(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
   return _reduced(x, axis_name, op="mean", **kwargs)
 
 
-def sparse_psum(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
+def sparse_psum(x: Any, axis_name: arguments.AxisName, **kwargs: Any) -> Any:
   """Sums one array over devices like `lax.psum`, sending nonzero rows.
 
   Use it for a single array with many rows of zeros, or for SparseRows, outside
@@ -268,7 +262,7 @@ def sparse_psum(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
   return _reduced(x, axis_name, op="sum", **kwargs)
 
 
-def _reduced(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
+def _reduced(x: Any, axis_name: arguments.AxisName, **kwargs: Any) -> Any:
   if not jnp.issubdtype(jnp.result_type(x.dtype), jnp.floating):
     raise TypeError(
       f"`x` must be floating, got {x.dtype}. Use `jax.lax.psum` or `pmean`."
