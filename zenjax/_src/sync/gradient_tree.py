@@ -26,7 +26,6 @@ from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync import exchange
 from zenjax._src.sync import leaf_tables
 from zenjax._src.sync import sync_state
-from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import LeafChoice
 from zenjax._src.sync.sync_state import ZenSyncState
@@ -187,13 +186,8 @@ def as_output(summed: Any, leaf: Any, options: Options) -> Any:
 
 def as_varying(tree: Any, axes: Axes) -> Any:
   """Casts leaves to vary over `axes`, where types record that."""
-  recorded = frozenset(a for a in axes if compat.records_varying(a))
-
-  def cast(x):
-    missing = tuple(recorded - compat.varying_axes(jnp.asarray(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-  return jax.tree.map(cast, tree)
+  rank = lax.axis_index(axes)
+  return jax.tree.map(lambda x: compat.cast_like(jnp.asarray(x), rank), tree)
 
 
 def sync_tree(tree: Any, state: Any, options: Options) -> tuple[Any, Any]:
@@ -203,8 +197,6 @@ def sync_tree(tree: Any, state: Any, options: Options) -> tuple[Any, Any]:
   """
   context = context_of(options)
   named = local_leaves(tree, context)
-  if options.plan:
-    require_tree(options.plan, leaf_util.shapes(named))
   sparse: list[tuple[str, Any]] = []
   # One device has nothing to exchange.
   if context.devices > 1 or options.output == "rows":

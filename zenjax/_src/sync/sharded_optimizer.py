@@ -159,11 +159,11 @@ class Owners:
     if given.tables:
       self._require_usual()
     tables = self._tables(params, given)
-    chosen = [i in tables for i in range(len(given.leaves))]
+    chosen = [True for _ in tables]
     leaf_util.warn_of_none(params, options.sparse, chosen, "sparse")
     leaves = list(given.leaves)
-    for i, table in tables.items():
-      if i not in given.tables:
+    if not given.tables:
+      for i, table in tables.items():
         slots = jnp.arange(table.layout.slots, dtype=jnp.int32)
         whole = leaf_util.as_table(leaves[i], options.unit)
         whole = gradient_tree.as_varying(whole, table.axes)
@@ -222,10 +222,7 @@ class Owners:
     }
     for i, total in gradient_tree.totals(reduced, options, context).items():
       grads[i] = total
-    own_params = self._params_of(params, given, tables)
-    types = None
-    if own_params is not None:
-      types = self._types(given, tables, own_params)
+    own_params, types = self._params_of(params, given, tables)
     inner, whole = self._whole_state(given, tables, state.inner, types)
     owner = owner_rows.Owner(
       analysis=self._analysis_of(given, tables, whole, types, extra),
@@ -284,12 +281,8 @@ class Owners:
     axes = self.options.axes
     self._require_devices(mesh.shape[axes[-1]], updates, params, state)
     parts = whole_batch.parts_of(updates, mesh, self.options)
-    names = frozenset([name for name, _ in parts.named])
-    options = dataclasses.replace(
-      self.options, op="sum", sparse=lambda name, _: name in parts.sparse
-    )
     owners = dataclasses.replace(
-      self, options=options, summed=names - {*parts.names}
+      self, options=parts.options, summed=frozenset(parts.summed)
     )
 
     def step(own, summed, state, params):
@@ -321,7 +314,7 @@ class Owners:
         sharded_table.specs(params, split),
       ),
       (given.tree(out.leaves, given.tables), specs),
-    )(parts.given, parts.summed, state, params)
+    )(parts.given, [*parts.summed.values()], state, params)
 
   def _require_devices(self, devices: int, *trees: Any) -> None:
     """Raises ValueError if sharded tables are for other devices or axes."""
@@ -402,15 +395,15 @@ class Owners:
       )
 
   def _params_of(self, params, given, tables):
-    """Returns leaves of parameters; for sharded tables `[S, D]`."""
+    """Returns leaves of parameters, `[S, D]` for sharded tables, and types."""
     if params is None:
       if given.tables:
         raise ValueError(
           "`params` must be given to `update` of sharded_optimizer, because"
           " tables are sharded. Call `tx.update(grads, state, params)`."
         )
-      return None
-    return [
+      return None, None
+    leaves = [
       x.value
       if is_sharded(x)
       else leaf_util.as_table(x, self.options.unit)
@@ -418,6 +411,7 @@ class Owners:
       else x
       for i, x in enumerate(given.structure.flatten_up_to(params))
     ]
+    return leaves, self._types(given, tables, leaves)
 
   def _exchange(self, given, owner, inner, sync, context):
     """Returns updates of tables, the state of `tx`, counts, and the owner."""

@@ -25,8 +25,6 @@ from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.sync import gradient_tree
-from zenjax._src.sync.plans import Plan
-from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import ZenSyncState
 from zenjax._src.tables import sharded_table
@@ -47,22 +45,24 @@ class Parts(NamedTuple):
     named: All gradients, with their names.
     is_part: For each of them, whether it is left to sum.
     structure: The tree of all gradients.
-    sparse: Names of the leaves that are sent sparse. The shape of a device's
-      part does not tell.
+    options: The options for the parts of one device, whose shapes do not tell
+      which leaves are sent sparse.
+    sparse: Names of these leaves.
     names: The names of the gradients that are left to sum.
     given: These gradients, as the exchange takes them.
     placements: Their placements.
-    summed: The gradients that XLA has summed.
+    summed: The gradients that XLA has summed, by name.
   """
 
   named: list[tuple[str, Any]]
   is_part: list[bool]
   structure: Any
+  options: Options
   sparse: frozenset[str]
   names: list[str]
   given: list[Any]
   placements: list[Placement]
-  summed: list[Any]
+  summed: dict[str, Any]
 
   def tree(self, parts: Iterable[Any], summed: Iterable[Any]) -> Any:
     """Returns a tree of `parts`, and of `summed` for all other gradients."""
@@ -96,20 +96,25 @@ def parts_of(updates: Any, mesh: Any, options: Options) -> Parts:
     )
   chosen = leaf_util.select(updates, options.sparse, options.unit)
   devices = math.prod([mesh.shape[axis] for axis in axes])
-  sparse = [name for (name, _), is_sparse in zip(named, chosen) if is_sparse]
+  sparse = frozenset(
+    [name for (name, _), wanted in zip(named, chosen) if wanted]
+  )
   parts = Parts(
     named=named,
     is_part=is_part,
     structure=jax.tree.structure(updates, is_leaf=is_rows),
-    sparse=frozenset(sparse),
+    options=dataclasses.replace(
+      options, op="sum", sparse=lambda name, _: name in sparse
+    ),
+    sparse=sparse,
     names=[],
     given=[],
     placements=[],
-    summed=[],
+    summed={},
   )
   for (name, x), left, is_sparse in zip(named, is_part, chosen):
     if not left:
-      parts.summed.append(x)
+      parts.summed[name] = x
       continue
     placement = _placement(name, x, is_sparse, options)
     if is_rows(x):
@@ -174,25 +179,17 @@ def sync(
     options: The options of the transformation.
 
   Raises:
-    ValueError: Nothing is left to sum, a gradient is sharded over other axes,
-      or the plan is for other leaves.
+    ValueError: Nothing is left to sum, or a gradient is sharded over other
+      axes.
   """
   parts = parts_of(updates, mesh, options)
-  if options.plan:
-    require_tree(options.plan, leaf_util.shapes(parts.named))
   none = [None] * len(parts.summed)
   specs = [placement.synced for placement in parts.placements]
   leaves = {name: x for name, x in state.leaves.items() if name in parts.names}
 
   def exchanged(given: Any, state: Any) -> Any:
     tree = parts.tree(given, none)
-    inner = dataclasses.replace(
-      options,
-      op="sum",
-      sparse=lambda name, _: name in parts.sparse,
-      plan=options.plan and _of_parts(options.plan, tree),
-    )
-    out, new = gradient_tree.sync_tree(tree, state, inner)
+    out, new = gradient_tree.sync_tree(tree, state, parts.options)
     return jax.tree.leaves(out, is_leaf=is_rows), _largest(new, specs)
 
   everywhere = PartitionSpec()
@@ -204,7 +201,7 @@ def sync(
     out_specs=(specs, everywhere),
   )(parts.given, state.replace(leaves=leaves))
   new = new.replace(leaves=state.leaves | new.leaves)
-  return parts.tree(synced, parts.summed), new
+  return parts.tree(synced, parts.summed.values()), new
 
 
 def select(
@@ -292,20 +289,6 @@ def _require_axes(name: str, leaf: jax.Array, axes: Axes) -> None:
       f" {axes!r}, but for leaf {name!r} they are"
       f" {sorted(_unreduced_axes(leaf))}. Give both the same."
     )
-
-
-def _of_parts(plan: Plan, tree: Any) -> Plan:
-  """Returns the plan of the exchanged leaves, with the shapes of their parts.
-
-  Explicit axes of the mesh that are not summed over leave a device columns.
-  """
-  shapes = leaf_util.shapes(leaf_util.named_leaves(tree, is_rows))
-  leaves = [
-    dataclasses.replace(leaf, shape=shapes[leaf.name][0])
-    for leaf in plan.leaves
-    if leaf.name in shapes
-  ]
-  return dataclasses.replace(plan, leaves=tuple(leaves))
 
 
 def _placement(

@@ -166,6 +166,9 @@ def zen_sync(
     **extra_args: Any,
   ) -> tuple[optax.Updates, Any]:
     del params, extra_args
+    if options.plan:
+      leaves = leaf_util.named_leaves(updates, is_rows)
+      require_tree(options.plan, leaf_util.shapes(leaves))
     around = collectives.mesh_around(options.axes, updates, mesh)
     if around is not None:
       return whole_batch.sync(updates, state, around, options)
