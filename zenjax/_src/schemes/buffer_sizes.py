@@ -139,7 +139,12 @@ def plan_table(
   `sizes` has the buffer sizes of each table, from the user or `zenjax.tune`.
   Tables without sizes get their part of the default.
   """
-  table = _joined(tables)
+  table = dataclasses.replace(
+    tables[0],
+    name=", ".join([table.name for table in tables]),
+    num_rows=sum([table.num_rows for table in tables]),
+    look_ups=sum([table.look_ups or 0 for table in tables]) or None,
+  )
   layout = Layout(
     num_rows=table.num_rows,
     groups=groups,
@@ -194,18 +199,6 @@ def _default_sizes(
     return max(rows, longer, _MIN_ROWS)
 
   return Capacity(at_least(push), at_least(pull))
-
-
-def _joined(tables: Sequence[Table]) -> Table:
-  """Returns the concatenation of tables as one table."""
-  if len(tables) == 1:
-    return tables[0]
-  return dataclasses.replace(
-    tables[0],
-    name=", ".join([table.name for table in tables]),
-    num_rows=sum([table.num_rows for table in tables]),
-    look_ups=sum([table.look_ups or 0 for table in tables]) or None,
-  )
 
 
 # The density of a vocabulary, which predictions assume without measurements.

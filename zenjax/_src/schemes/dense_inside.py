@@ -57,7 +57,8 @@ class DenseInside(Zen):
     return plan.pull
 
   def holds_all(self, plan: ExchangePlan, context: Context) -> bool:
-    return self.held_rows(plan, context) >= plan.most_pull
+    del context
+    return plan.pull >= plan.most_pull
 
   def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Sums]:
     fast = context.axes[-1:]
@@ -70,7 +71,7 @@ class DenseInside(Zen):
       # Devices run collectives in the same order.
       tables, came = lax.optimization_barrier((tables, came))
       sums = [
-        _summed(out, table, words, self.held_rows(out.plan, context), context)
+        _summed(out, table, words, context)
         for out, table, (words,) in zip(outgoing, tables, came)
       ]
     if len(context.axes) > 1:
@@ -78,7 +79,7 @@ class DenseInside(Zen):
         # Its ids would not wait for the columns.
         sums = lax.optimization_barrier(sums)
         plans = [out.plan for out in outgoing]
-        rooms = [self.held_rows(plan, context) for plan in plans]
+        rooms = [plan.pull for plan in plans]
         sums = hierarchy.sum_over(sums, plans, rooms, context)
     return sums
 
@@ -110,11 +111,7 @@ def _dense_push(
 
 
 def _summed(
-  out: Outgoing,
-  table: jax.Array,
-  words: jax.Array,
-  room: int,
-  context: Context,
+  out: Outgoing, table: jax.Array, words: jax.Array, context: Context
 ) -> Sums:
   """Returns the sums of this device's columns.
 
@@ -122,10 +119,9 @@ def _summed(
     out: The plan of the table, and the first slot that is not done.
     table: `[R, D]`, the table of this device.
     words: `[m, W] uint32`, which rows each device of the machine has.
-    room: How many rows fit.
     context: The devices.
   """
-  plan, num_slots = out.plan, out.plan.layout.slots
+  plan, num_slots, room = out.plan, out.plan.layout.slots, out.plan.pull
   wide = collectives.accumulator(table.dtype)
   blocks = wire.split_columns(table.astype(wide)[None], plan.column_groups)
   columns = collectives.reduce_scatter(blocks, context.axes[-1:])

@@ -59,9 +59,7 @@ def sum_over(
     )
   ]
   gathered = wire.send(
-    [[own.union.rows[None]] for own in merged],
-    collectives.all_gather,
-    slow,
+    [[own.union.rows[None]] for own in merged], collectives.all_gather, slow
   )
   summed = []
   for own, (blocks,), plan in zip(merged, gathered, plans):

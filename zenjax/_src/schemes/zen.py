@@ -224,16 +224,14 @@ class Zen(Scheme):
   def expected_messages(
     self, plan: ExchangePlan, context: Context, push: Number, pull: Number
   ) -> list[Message]:
-    level = self.level(context)
-    block = plan.row_wire.nbytes
+    level, block = self.level(context), plan.row_wire.nbytes
+    pushed = level.devices * push * (block + 4.0) / 4
     pull_index = 0 if plan.layout.groups == 1 else 4 / plan.column_groups
     slow = []
     if level != context:
       slow = hierarchy.expected_messages(plan, context, push, pull)
     return [
-      Message(
-        "all_to_all", level.axes, level.devices * push * (block + 4.0) / 4
-      ),
+      Message("all_to_all", level.axes, pushed),
       *slow,
       Message("all_gather", level.axes, pull * (block + pull_index) / 4),
     ]

@@ -123,11 +123,9 @@ def _refuse_rows(updates: Any, by: str) -> None:
   for name, leaf in leaf_util.named_leaves(updates, is_rows):
     if is_rows(leaf):
       raise TypeError(
-        f"`updates` of {by} must be arrays, but leaf {name!r} is SparseRows,"
-        " whose rows differ in every step. Leave the table to"
-        " `optax.chain(zen_sync(axis_name), lazy_rows(optimizer))` by"
-        " `optax.partition`, or take all gradients as arrays with"
-        " `jax.value_and_grad`."
+        f"`updates` of {by} must be arrays, but leaf {name!r} is SparseRows."
+        " Take all gradients with `jax.value_and_grad`, or give the table"
+        " `zen_sync` and `lazy_rows` by `optax.partition`."
       )
 
 

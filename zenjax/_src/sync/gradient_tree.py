@@ -38,8 +38,7 @@ from zenjax._src.sync.sync_state import ZenSyncState
 
 
 def linear_as_psum(
-  exchanged: Callable[[Any, Any], tuple[Any, Any]],
-  context: Context,
+  exchanged: Callable[[Any, Any], tuple[Any, Any]], context: Context
 ) -> Callable[[Any, Any], tuple[Any, Any]]:
   """Returns `exchanged(leaves, state)` with the derivatives of a sum.
 
@@ -160,8 +159,7 @@ def total(leaf: Any, options: Options, context: Context) -> Any:
   dense = options.output == "dense"
   if context.devices == 1 or not leaf.capacity:
     as_equal = lambda x: compat.as_invariant(x, context.axes)
-    row, values = as_equal(merged.indices), as_equal(merged.values)
-    merged = SparseRows(row, values, leaf.num_rows).as_unique()
+    merged = jax.tree.map(as_equal, merged).as_unique()
     return merged.to_dense() if dense else merged
   if dense:
     return dense_sum.all_reduce(merged.to_dense(), context)

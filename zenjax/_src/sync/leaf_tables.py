@@ -84,10 +84,9 @@ def choose(
   sent = table.row_wire(groups)
   if sent.scaled and sent.nbytes >= sent.columns * table.dtype.itemsize:
     raise ValueError(
-      f"`wire_dtype` {sent.dtype} needs a scale of 4 bytes for each column"
-      f" group of a row. Leaf {table.name!r} has {groups} groups"
-      f" of {sent.columns} columns, which makes them no shorter. Give"
-      " partition='hash', or leave `wire_dtype` out."
+      f"`wire_dtype` {sent.dtype} needs a scale of 4 bytes for each of the"
+      f" {groups} column groups of leaf {table.name!r}, which makes them no"
+      " shorter. Give partition='hash', or leave `wire_dtype` out."
     )
   return choice
 

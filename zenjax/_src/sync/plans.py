@@ -461,8 +461,7 @@ def require_mesh(plan: Plan, mesh: tuple[tuple[str, int], ...]) -> None:
     raise ValueError(
       f"`plan` was made for {dict(plan.mesh)}, but it is used on {dict(mesh)}."
       " Make a new plan with a topology of these devices, and with"
-      f" `axis_name={axes if axes[1:] else axes[0]!r}`, the axis of the slowest"
-      " links first."
+      f" `axis_name={axes if axes[1:] else axes[0]!r}`."
     )
 
 

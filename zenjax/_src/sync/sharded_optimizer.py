@@ -102,11 +102,9 @@ class Leaves(NamedTuple):
 
   def tree(self, values: Sequence[Any], tables: Mapping[int, Any]) -> Any:
     """Returns the tree of values, with these of them inside of tables."""
+    numbered = enumerate(values)
     return self.structure.unflatten(
-      [
-        tables[i].with_value(x) if i in tables else x
-        for i, x in enumerate(values)
-      ]
+      [tables[i].with_value(x) if i in tables else x for i, x in numbered]
     )
 
   def view(self, values: Sequence[Any], tables: Mapping[int, Any]) -> Any:
@@ -292,10 +290,8 @@ class Owners:
     split, everywhere = PartitionSpec(axes[-1]), PartitionSpec()
     # Rows of a leaf that is not sent sparse come out as an array.
     synced = [
-      jax.tree.leaves(placement.synced)[-1]
-      if name not in parts.sparse
-      else placement.synced
-      for name, placement in zip(parts.names, parts.placements)
+      spec if name in parts.sparse else jax.tree.leaves(spec)[-1]
+      for name, spec in zip(parts.names, parts.synced_specs)
     ]
     out = Leaves.of(parts.tree(synced, [everywhere] * len(parts.summed)))
     given = Leaves.of(updates)
@@ -308,7 +304,7 @@ class Owners:
       mesh,
       axes,
       (
-        [placement.given for placement in parts.placements],
+        parts.given_specs,
         everywhere,
         specs,
         sharded_table.specs(params, split),
@@ -339,10 +335,9 @@ class Owners:
     options, tables, hash_offset = self.options, {}, 0
     if not given.tables and len(options.axes) > 1:
       raise ValueError(
-        "`axis_name` must be one axis for sharded_optimizer of replicated"
-        f" tables, got {options.axes!r}. Give the axis of the fastest links and"
-        " average over the others before, or shard tables with"
-        " `zenjax.tables.shard(.., replicas=)`."
+        "`axis_name` must be one axis for replicated tables, got"
+        f" {options.axes!r}. Give the axis of the fastest links and average"
+        " over the others before, or use `zenjax.tables.shard(.., replicas=)`."
       )
     chosen = [False] * len(given.leaves)
     if not given.tables:
@@ -500,10 +495,9 @@ class Owners:
     got_structure = jax.tree.structure(state)
     if got_structure != jax.tree.structure(_bare(wanted)):
       raise ValueError(
-        "`state` of sharded_optimizer must be made by `tx` for these"
-        f" parameters, with structure {jax.tree.structure(_bare(wanted))}, got"
-        f" {got_structure}. Call `zenjax.init_state(tx, params, mesh,"
-        " axis_name)`."
+        "`state` of sharded_optimizer must be made by `zenjax.init_state(tx,"
+        " params, mesh, axis_name)` for these parameters, with structure"
+        f" {jax.tree.structure(_bare(wanted))}, got {got_structure}."
       )
     leaves, structure = jax.tree.leaves(state), jax.tree.structure(wanted)
     types = [
@@ -529,9 +523,8 @@ class Owners:
     if analysis.sums:
       raise ValueError(
         "`tx` of sharded_optimizer must update rows without sums over all of"
-        f" them, such as a norm, but it has one ({analysis.sums}), and each"
-        " device has only some rows. To clip by the norm of all gradients, give"
-        " `clip_norm=`."
+        f" them, but it has one ({analysis.sums}), and each device has only"
+        " some rows. To clip by the norm of all gradients, give `clip_norm=`."
       )
     return analysis
 
@@ -592,9 +585,8 @@ def _require_same_program(
   ):
     raise ValueError(
       "`tx` of sharded_optimizer must not choose leaves by the end of their"
-      " paths, as with `jax.tree_util.tree_map_with_path`, because the path of"
-      " a table ends with one more key here, and `tx` would treat it otherwise."
-      " Give labels of `optax.partition` and masks as trees, such as {'table':"
+      " paths, because the path of a table ends with one more key here. Give"
+      " labels of `optax.partition` and masks as trees, such as {'table':"
       " 'adagrad', 'w': 'adam'}, or look at earlier keys of the path only."
     )
 
@@ -624,9 +616,8 @@ def _require_same_tables(
   if had != names:
     raise ValueError(
       "`state` of sharded_optimizer must be made for the tables that are"
-      f" sharded, {names}, but in this state these are {had}. Shard"
-      " tables before `zenjax.init_state`, or move both with"
-      " `zenjax.tables.shard(params, mesh, axis_name, opt_state=..)`."
+      f" sharded, {names}, got {had}. Shard tables before `init_state`, or move"
+      " both: `zenjax.tables.shard(params, mesh, axis_name, opt_state=..)`."
     )
   owners = {(x.num_rows, x.seed, x.hash_offset) for x in tables}
   for node in sharded_table.nodes(state.inner):
@@ -642,8 +633,7 @@ def _require_same_tables(
       raise ValueError(
         "`state` of sharded_optimizer must be made for the tables of this step."
         f" Their (rows, hash_seed, rows before) are {sorted(owners)}, got"
-        f" {owner}. Call `zenjax.init_state` with the same `sparse` and"
-        " `hash_seed`."
+        f" {owner}. Give `init_state` the same `sparse` and `hash_seed`."
       )
 
 

@@ -300,9 +300,7 @@ def after_dense_step(
   )
   last = Last(wire_bytes=nbytes, dense_bytes=nbytes, went_dense=1)
   return dataclasses.replace(
-    leaf,
-    sizes=jnp.array(sizes, jnp.int32),
-    last=jnp.array(last, jnp.float32),
+    leaf, sizes=jnp.array(sizes, jnp.int32), last=jnp.array(last, jnp.float32)
   )
 
 

@@ -31,37 +31,30 @@ from zenjax._src.tables import sharded_table
 from zenjax._src.tables.table_update import on_devices
 
 
-class Placement(NamedTuple):
-  """The specs of a gradient before the exchange, and after it."""
-
-  given: Any
-  synced: Any
-
-
 class Parts(NamedTuple):
   """The gradients that are left to sum: each device has a part.
 
   Attributes:
-    named: All gradients, with their names.
-    is_part: For each of them, whether it is left to sum.
+    is_part: For each gradient, whether it is left to sum.
     structure: The tree of all gradients.
     options: The options for the parts of one device, whose shapes do not tell
       which leaves are sent sparse.
     sparse: Names of these leaves.
     names: The names of the gradients that are left to sum.
     given: These gradients, as the exchange takes them.
-    placements: Their placements.
+    given_specs: Their specs before the exchange.
+    synced_specs: Their specs after it.
     summed: The gradients that XLA has summed, by name.
   """
 
-  named: list[tuple[str, Any]]
   is_part: list[bool]
   structure: Any
   options: Options
   sparse: frozenset[str]
   names: list[str]
   given: list[Any]
-  placements: list[Placement]
+  given_specs: list[Any]
+  synced_specs: list[Any]
   summed: dict[str, Any]
 
   def tree(self, parts: Iterable[Any], summed: Iterable[Any]) -> Any:
@@ -100,7 +93,6 @@ def parts_of(updates: Any, mesh: Any, options: Options) -> Parts:
     [name for (name, _), wanted in zip(named, chosen) if wanted]
   )
   parts = Parts(
-    named=named,
     is_part=is_part,
     structure=jax.tree.structure(updates, is_leaf=is_rows),
     options=dataclasses.replace(
@@ -109,14 +101,15 @@ def parts_of(updates: Any, mesh: Any, options: Options) -> Parts:
     sparse=sparse,
     names=[],
     given=[],
-    placements=[],
+    given_specs=[],
+    synced_specs=[],
     summed={},
   )
   for (name, x), left, is_sparse in zip(named, is_part, chosen):
     if not left:
       parts.summed[name] = x
       continue
-    placement = _placement(name, x, is_sparse, options)
+    given, synced = _specs(name, x, is_sparse, options)
     if is_rows(x):
       require_one(f"leaf {name!r} of `updates`", x)
       x = filled_up(x, devices)
@@ -124,12 +117,13 @@ def parts_of(updates: Any, mesh: Any, options: Options) -> Parts:
         # Types must say so before, also if all devices have all rows.
         x = jax.tree.map(
           lambda spec, x: jax.sharding.reshard(x, NamedSharding(mesh, spec)),
-          placement.given,
+          given,
           x,
         )
     parts.names.append(name)
     parts.given.append(x)
-    parts.placements.append(placement)
+    parts.given_specs.append(given)
+    parts.synced_specs.append(synced)
   return parts
 
 
@@ -184,21 +178,20 @@ def sync(
   """
   parts = parts_of(updates, mesh, options)
   none = [None] * len(parts.summed)
-  specs = [placement.synced for placement in parts.placements]
   leaves = {name: x for name, x in state.leaves.items() if name in parts.names}
 
   def exchanged(given: Any, state: Any) -> Any:
     tree = parts.tree(given, none)
     out, new = gradient_tree.sync_tree(tree, state, parts.options)
-    return jax.tree.leaves(out, is_leaf=is_rows), _largest(new, specs)
+    return jax.tree.leaves(out, is_leaf=is_rows), _largest(new, parts)
 
   everywhere = PartitionSpec()
   synced, new = mapped(
     exchanged,
     mesh,
     options.axes,
-    in_specs=([placement.given for placement in parts.placements], everywhere),
-    out_specs=(specs, everywhere),
+    in_specs=(parts.given_specs, everywhere),
+    out_specs=(parts.synced_specs, everywhere),
   )(parts.given, state.replace(leaves=leaves))
   new = new.replace(leaves=state.leaves | new.leaves)
   return parts.tree(synced, parts.summed.values()), new
@@ -291,10 +284,14 @@ def _require_axes(name: str, leaf: jax.Array, axes: Axes) -> None:
     )
 
 
-def _placement(
+def _specs(
   name: str, leaf: Any, sparse: bool, options: Options
-) -> Placement:
-  """Returns the specs of a gradient; ValueError if it is on other axes."""
+) -> tuple[Any, Any]:
+  """Returns the specs of a gradient before the exchange, and after it.
+
+  Raises:
+    ValueError: It is on other axes, or its rows are sharded.
+  """
   axes, rows_out = options.axes, sparse and options.output == "rows"
   if is_rows(leaf):
     spec = compat.explicit_spec(leaf.values)
@@ -320,16 +317,16 @@ def _placement(
   if rows_out:
     structure = SparseRows([0], [[0.0]], leaf.shape[0]).as_unique()
     synced = _of_rows(structure, None, spec[1])
-  return Placement(given, synced)
+  return given, synced
 
 
-def _largest(state: Any, specs: Any) -> Any:
+def _largest(state: Any, parts: Parts) -> Any:
   """Returns a state with the largest counts of all devices.
 
-  Parts of a leaf that is sharded by `specs` are exchanged by themselves, and
-  have counts of their own.
+  Parts of a leaf that stays sharded are exchanged by themselves, and have
+  counts of their own.
   """
-  entries = [tuple(spec) for spec in jax.tree.leaves(specs)]
+  entries = [tuple(spec) for spec in jax.tree.leaves(parts.synced_specs)]
   axes = tuple(sorted({*jax.tree.leaves(entries)}))
   if not axes:
     return state
