@@ -10,9 +10,6 @@ import jax
 
 from zenjax._src.core import checked_json
 from zenjax._src.core import text
-from zenjax._src.core.checked_json import NOT_NEGATIVE
-from zenjax._src.core.checked_json import POSITIVE
-from zenjax._src.core.checked_json import Source
 from zenjax._src.schemes.registry import DENSE
 
 # Predictions have errors, so smaller gains than this count as no difference.
@@ -39,7 +36,7 @@ _BY_THEMSELVES = (XLA, *OF_OWNERS)
 # From this many sharded tables of one width on, a plan advises to join them.
 _MANY = 3
 
-_Count = Annotated[int, NOT_NEGATIVE]
+_Count = Annotated[int, checked_json.NOT_NEGATIVE]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +206,7 @@ class Plan(checked_json.Document):
   """
 
   leaves: tuple[LeafPlan, ...]
-  mesh: tuple[tuple[str, Annotated[int, POSITIVE]], ...]
+  mesh: tuple[tuple[str, Annotated[int, checked_json.POSITIVE]], ...]
   machine: str = ""
   compute_seconds: float = 0.0
   seconds: float = 0.0
@@ -221,7 +218,7 @@ class Plan(checked_json.Document):
   jax_version: str = jax.__version__
 
   _VERSION: ClassVar[tuple[str, int]] = "zenjax_plan", 3
-  _SOURCE: ClassVar[Source] = Source(
+  _SOURCE: ClassVar[checked_json.Source] = checked_json.Source(
     "the plan", "make it anew by `zenjax.planner.plan`"
   )
 
