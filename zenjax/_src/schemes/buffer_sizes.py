@@ -71,6 +71,7 @@ class ExchangePlan:
     table: The table to exchange.
     layout: The row groups of the table.
     column_groups: `g`.
+    row_wire: How the `ceil(D / g)` columns that one owner sums are sent.
     push: `C`, rows from one device to one row group in a round.
     pull: `U`, summed rows from one row group in a round.
     most_push: The most rows that a device may have for one row group.
@@ -84,6 +85,7 @@ class ExchangePlan:
   table: Table
   layout: Layout
   column_groups: int
+  row_wire: RowWire
   push: int
   pull: int
   most_push: int
@@ -97,11 +99,6 @@ class ExchangePlan:
     """The first row of each of `tables`, `[p] int32`."""
     heights = [table.num_rows for table in self.tables]
     return np.cumsum([0, *heights[:-1]]).astype(np.int32)
-
-  @property
-  def row_wire(self) -> RowWire:
-    """How the `ceil(D / g)` columns that one owner sums are sent."""
-    return self.table.row_wire(self.column_groups)
 
 
 # Before `zenjax.tune` the density is unknown. For an array, a round then holds
@@ -159,7 +156,8 @@ def plan_table(
     rooms = tuple([min(rows, devices * ids) for rows, ids in held])
     most_push = min(most_push, table.look_ups)
     most_pull = min(most_pull, devices * table.look_ups)
-  default = _default_sizes(table, layout, column_groups, devices)
+  row_wire = table.row_wire(column_groups)
+  default = _default_sizes(table, layout, row_wire, devices)
   weights = [x.look_ups or x.num_rows for x in tables]
   shares = np.array(weights)[:, None] / sum(weights) * default
   wanted = np.array([x or share for x, share in zip(sizes, shares)]).sum(0)
@@ -169,6 +167,7 @@ def plan_table(
     table=table,
     layout=layout,
     column_groups=column_groups,
+    row_wire=row_wire,
     push=push,
     pull=pull,
     most_push=most_push,
@@ -180,13 +179,13 @@ def plan_table(
 
 
 def _default_sizes(
-  table: Table, layout: Layout, column_groups: int, devices: int
+  table: Table, layout: Layout, row_wire: RowWire, devices: int
 ) -> Capacity:
   """Returns sizes for a table of which no step is known.
 
   Up to eight times the expected rows, while a message is shorter than 48 KiB.
   """
-  row_bytes = table.row_wire(column_groups).nbytes + 4
+  row_bytes = row_wire.nbytes + 4
   if table.look_ups is None:
     push, most = layout.slots / ARRAY_PART, layout.slots / UNION_PART
   else:

@@ -84,9 +84,10 @@ def choose(
   sent = table.row_wire(groups)
   if sent.scaled and sent.nbytes >= sent.columns * table.dtype.itemsize:
     raise ValueError(
-      f"`wire_dtype` {sent.dtype} needs a scale of 4 bytes for each of the"
-      f" {groups} column groups of leaf {table.name!r}, which makes them no"
-      " shorter. Give partition='hash', or leave `wire_dtype` out."
+      f"`wire_dtype` {sent.dtype} needs a scale of 4 bytes for each column"
+      f" group of a row. Leaf {table.name!r} has {groups} groups"
+      f" of {sent.columns} columns, which makes them no shorter. Give"
+      " partition='hash', or leave `wire_dtype` out."
     )
   return choice
 
@@ -113,10 +114,8 @@ def plans(
     is_small = table.num_rows * table.width <= buffer_sizes.JOINED_ELEMENTS
     key: object = i
     if joins and (is_list or is_small):
-      key = (
-        *(is_list, table.width, table.dtype, table.wire_dtype),
-        choice.column_groups,
-      )
+      kind = is_list, table.width, table.dtype, table.wire_dtype
+      key = kind, choice.column_groups
     members = groups.setdefault(key, [])
     rows = sum([tables[j].num_rows for j in members])
     if members and rows + table.num_rows > buffer_sizes.MAX_ROWS:
