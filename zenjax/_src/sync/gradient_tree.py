@@ -185,7 +185,7 @@ def as_output(summed: Any, leaf: Any, options: Options) -> Any:
 def as_varying(tree: Any, axes: Axes) -> Any:
   """Casts leaves to vary over `axes`, where types record that."""
   rank = lax.axis_index(axes)
-  return jax.tree.map(lambda x: compat.cast_like(jnp.asarray(x), rank), tree)
+  return jax.tree.map(lambda x: compat.cast_like(x, rank), tree)
 
 
 def sync_tree(tree: Any, state: Any, options: Options) -> tuple[Any, Any]:

@@ -207,19 +207,15 @@ class Owners:
       [names[i] for i in tables], state.sync, options
     )
     _require_same_tables(state, given, tables.values())
-    is_summed = [name in self.summed for name in names]
-    for i, table in tables.items():
-      if is_summed[i]:
+    local = {}
+    for i, name in enumerate(names):
+      if i in tables and name in self.summed:
         # Each owner sends its own rows of the sum to itself.
-        given.leaves[i] = _own_part(given.leaves[i], table)
-    grads = list(given.leaves)
-    reduced = {
-      i: leaf
-      for i, leaf in enumerate(grads)
-      if i not in tables and not is_summed[i]
-    }
-    for i, total in gradient_tree.totals(reduced, options, context).items():
-      grads[i] = total
+        given.leaves[i] = _own_part(given.leaves[i], tables[i])
+      elif i not in tables and name not in self.summed:
+        local[i] = given.leaves[i]
+    totals = gradient_tree.totals(local, options, context)
+    grads = [totals.get(i, leaf) for i, leaf in enumerate(given.leaves)]
     own_params, types = self._params_of(params, given, tables)
     inner, whole = self._whole_state(given, tables, state.inner, types)
     owner = owner_rows.Owner(
