@@ -9,7 +9,6 @@ import contextlib
 import contextvars
 import dataclasses
 import importlib
-import inspect
 from typing import Any
 
 from zenjax._src.core import compat
@@ -66,20 +65,17 @@ class Operation:
   name: str
   reference: Callable[..., Any]
 
-  def __call__(
-    self, *args: Any, kernels: Kernels = "xla", **kwargs: Any
-  ) -> Any:
+  def __call__(self, *args: Any, kernels: Kernels = "xla") -> Any:
     """Runs the operation.
 
     Args:
-      *args, **kwargs: The arguments of the reference.
+      *args: The arguments of the reference.
       kernels: `"xla"` runs the reference, and `"pallas"` the kernel.
 
     Raises:
       NotImplementedError: `kernels` is `"pallas"`, and no kernel supports these
         arguments on the platform of the program.
     """
-    args = inspect.signature(self.reference).bind(*args, **kwargs).args
     if kernels == "xla":
       return self.reference(*args)
     platform, interpret = _interpreted.get() or (_platform(), False)

@@ -119,11 +119,7 @@ def pack_rows(mask: jax.Array, layout: Layout) -> jax.Array:
   packed = lax.optimization_barrier(packed)
   shifts = sorted(set(lane_shifts(m)))
   lanes = np.array(lane_shifts(m))[None] == np.array(shifts)[:, None]
-  masks = np.sum(
-    np.where(lanes, np.uint32(1) << np.arange(32, dtype=np.uint32), 0),
-    axis=1,
-    dtype=np.uint32,
-  )
+  masks = lanes @ (np.uint32(1) << np.arange(32, dtype=np.uint32))
   word = jnp.arange(layout.words, dtype=jnp.int32)[None, :]
   group = jnp.arange(m, dtype=jnp.int32)[:, None]
   unrotated = group - layout.rotation(word) + 2 * m
@@ -163,11 +159,18 @@ def compact(
     `slots: [m, C] int32`, ascending and padded with `S`, and
     `rows: [m, C, D]`, padded with zeros.
   """
+  slots, row = chosen(bitmap, layout, first, capacity)
+  return slots, indexing.take_or(table, row, 0)
+
+
+def chosen(
+  bitmap: indexing.Bitmap, layout: Layout, first: jax.Array, capacity: int
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the slots that `compact` returns, and their rows in the table."""
   wanted = first[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None, :]
   slots = indexing.select(bitmap, wanted)
   group = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
-  row = layout.row(group, slots)
-  return slots, indexing.take_or(table, row, 0)
+  return slots, layout.row(group, slots)
 
 
 # `merge` sums rows received from `n` sources, in rank order.

@@ -6,7 +6,6 @@ again. The same pass writes zeros after the last row.
 """
 
 import functools
-import math
 
 import jax
 from jax import lax
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 
 from zenjax._src.core import compat
 from zenjax._src.core import indexing
+from zenjax._src.core import wire
 from zenjax._src.core.partition import Layout
 from zenjax.kernels.gpu import tiles
 
@@ -36,7 +36,7 @@ def compact(
   # A thread searches at most one slot, because a search takes registers.
   tile = tiles.tile(table.shape[1], table.dtype, tiles.THREADS)
   # XLA:CPU treats bfloat16 subnormals as zeros when it loads them.
-  source = tiles.integers(table) if interpret else table
+  source = wire.integers(table) if interpret else table
   m, width = layout.groups, table.shape[1]
   slots, rows = pl.pallas_call(
     functools.partial(_kernel, layout=layout, tile=tile),
@@ -80,16 +80,9 @@ def _kernel(table, words, before, total, first, slots, rows, *, layout, tile):
 
 def _select(words, before, total, group, k):
   """Does the same as `indexing.select`, in one group."""
-  last = words.shape[1] - 1
-  steps = max(1, math.ceil(math.log2(last + 1)))
   groups = jnp.full_like(k, 0) + group
-
-  def halve(i, word):
-    step = jnp.left_shift(jnp.int32(1), jnp.asarray(steps - 1 - i, jnp.int32))
-    ahead = jnp.minimum(word + step, last)
-    return jnp.where(plgpu.load(before.at[groups, ahead]) <= k, ahead, word)
-
-  word = lax.fori_loop(0, steps, halve, jnp.zeros_like(k))
+  holds = lambda word: plgpu.load(before.at[groups, word]) <= k
+  word = indexing.last_where(holds, words.shape[1] - 1, jnp.zeros_like(k))
   rest = k - plgpu.load(before.at[groups, word])
   bit = indexing.select_in_word(plgpu.load(words.at[groups, word]), rest)
   return jnp.where(k < total, word * 32 + bit, words.shape[1] * 32)

@@ -9,6 +9,7 @@ from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
 from zenjax._src.core import compat
+from zenjax._src.core import wire
 from zenjax.kernels.gpu import tiles
 
 
@@ -25,7 +26,7 @@ def expand(
     raise NotImplementedError("at least one row to write, got none")
   tile = tiles.tile(table.shape[1], table.dtype, tiles.THREADS)
   # XLA:CPU treats bfloat16 subnormals as zeros when it loads them.
-  cast = tiles.integers if interpret else lambda x: x
+  cast = wire.integers if interpret else lambda x: x
   written = pl.pallas_call(
     functools.partial(_kernel, tile=tile),
     grid=(pl.cdiv(row.size, tile.rows),),

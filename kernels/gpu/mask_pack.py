@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
 from zenjax._src.core import compat
+from zenjax._src.core import wire
 from zenjax._src.core.partition import LANES
 from zenjax._src.core.partition import Layout
 from zenjax.kernels.gpu import tiles
@@ -63,7 +64,7 @@ def mask_pack(
     compiler_params=tiles.PARAMETERS,
     interpret=interpret,
     name="zenjax_mask_pack",
-  )(tiles.integers(table) if interpret else table)
+  )(wire.integers(table) if interpret else table)
   return Packed(
     words=words.reshape(layout.groups, layout.words),
     negative=jnp.any(negative != 0),
@@ -105,7 +106,7 @@ def _marks(table, row, there, columns):
   def read(at, mask, seen):
     mask = tiles.mask_of(there, mask, columns)
     raw = plgpu.load(table.at[row[:, None], at[None, :]], mask=mask, other=0)
-    return seen | tiles.integers(raw)
+    return seen | wire.integers(raw)
 
   seen = jnp.zeros((row.shape[0], columns), bits)
   seen = tiles.each_piece(table.shape[1], columns, read, seen)

@@ -7,7 +7,6 @@ the order of summation is the order of ranks.
 """
 
 import functools
-import math
 
 import jax
 from jax import lax
@@ -16,6 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
 from zenjax._src.core import compat
+from zenjax._src.core import indexing
 from zenjax.kernels import reference
 from zenjax.kernels.gpu import tiles
 
@@ -91,16 +91,8 @@ def _kernel(union, slots, rows, sums, *, num_slots, tile):
 
 def _find(slots, source, wanted):
   """Returns where `wanted` is among the slots of a source, and if it is."""
-  last = slots.shape[1] - 1
-  steps = max(1, math.ceil(math.log2(last + 1)))
   sources = jnp.full_like(wanted, 0) + source
-
-  def halve(i, found):
-    step = jnp.left_shift(jnp.int32(1), jnp.asarray(steps - 1 - i, jnp.int32))
-    ahead = jnp.minimum(found + step, last)
-    return jnp.where(
-      plgpu.load(slots.at[sources, ahead]) <= wanted, ahead, found
-    )
-
-  found = lax.fori_loop(0, steps, halve, jnp.zeros_like(wanted))
+  holds = lambda at: plgpu.load(slots.at[sources, at]) <= wanted
+  last, zeros = slots.shape[1] - 1, jnp.zeros_like(wanted)
+  found = indexing.last_where(holds, last, zeros)
   return found, plgpu.load(slots.at[sources, found]) == wanted

@@ -38,11 +38,6 @@ def check_dtype(dtype: jnp.dtype) -> None:
     )
 
 
-def integers(x: jax.Array) -> jax.Array:
-  """Returns the bits of `x` as signed integers of the same size."""
-  return lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
-
-
 def each_piece(width: int, columns: int, do, start=None):
   """Runs `do(at, mask, carry)` for all columns of a row, a piece at a time.
 

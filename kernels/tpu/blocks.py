@@ -94,19 +94,14 @@ def row_at(position, pack: int):
   return start + (position & (LANES - 1)) * pack + part
 
 
-def weights_of(dtype: jnp.dtype, layout: Layout, sizes: Sizes) -> jax.Array:
+def weights_of(dtype: jnp.dtype, sizes: Sizes) -> jax.Array:
   """Returns `[rows, 2 half]`: the power of two and the column of each mark."""
   row = np.arange(sizes.rows)
   if not sizes.across:
     row = row_at(row, 4 // dtype.itemsize)
   m = sizes.groups
   word, lane, column = row // (32 * m), row // m % 32, row % m
-  shifts = (
-    np.zeros(32, int)
-    if layout.in_order
-    else np.array(lane_shifts(layout.groups))
-  )
-  group = (column + shifts[lane]) % m
+  group = (column + np.array(lane_shifts(m))[lane]) % m
   weights = np.zeros((sizes.rows, 2 * sizes.half), np.float32)
   high = lane >= 16
   weights[

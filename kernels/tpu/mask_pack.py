@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from zenjax._src.core import compat
+from zenjax._src.core import wire
 from zenjax._src.core.partition import Layout
 from zenjax.kernels.reference import Packed
 from zenjax.kernels.tpu.blocks import BLOCK
@@ -47,9 +48,8 @@ def mask_pack(
   sizes = sizes_of(table, layout, most_bytes)
   if interpret:
     # XLA:CPU treats bfloat16 subnormals as zeros when it loads a block.
-    bits = jnp.dtype(f"int{table.dtype.itemsize * 8}")
-    table = lax.bitcast_convert_type(table, bits)
-  out = _call(table, sizes, weights_of(table.dtype, layout, sizes), interpret)
+    table = wire.integers(table)
+  out = _call(table, sizes, weights_of(table.dtype, sizes), interpret)
   width = sizes.per_unit * sizes.groups
   units = out[:, :width]
   if not layout.in_order:
@@ -146,7 +146,7 @@ def _mark_across(table, found, unit, to, rows):
     for shift in (16, 8)[: (4 // itemsize) // 2]:
       seen |= lax.shift_right_logical(seen, jnp.int32(shift))
   for start in range(whole, width):
-    raw = _raw(table[start : start + 1, lanes])
+    raw = wire.integers(table[start : start + 1, lanes]).astype(jnp.int32)
     seen = raw if seen is None else seen | raw
   nonzero, negative = _tell(seen, itemsize)
   mark = jnp.where(negative, _NEGATIVE, 0)
@@ -180,12 +180,6 @@ def _mark_along(table, found, unit, to, rows):
       mark = jnp.where(total > 0, _NEGATIVE, 0)
       marks.append(jnp.where(total >= 256, _NONZERO, mark))
   found[pl.ds(to, 1), :] = jnp.concatenate(marks, axis=1)
-
-
-def _raw(x):
-  """Returns the bits of `x` in the low bits of int32."""
-  bits = jnp.dtype(f"int{x.dtype.itemsize * 8}")
-  return lax.bitcast_convert_type(x, bits).astype(jnp.int32)
 
 
 def _tell(seen, itemsize):

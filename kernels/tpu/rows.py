@@ -22,8 +22,10 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from zenjax._src.core import compat
-from zenjax._src.core import indexing
+from zenjax._src.core import wire
+from zenjax._src.core.indexing import Bitmap
 from zenjax._src.core.partition import Layout
+from zenjax.kernels import reference
 from zenjax.kernels.tpu import words as in_words
 from zenjax.kernels.tpu.words import LANES
 from zenjax.kernels.tpu.words import TILE
@@ -31,7 +33,7 @@ from zenjax.kernels.tpu.words import TILE
 
 def compact(
   table: jax.Array,
-  bitmap: indexing.Bitmap,
+  bitmap: Bitmap,
   layout: Layout,
   first: jax.Array,
   capacity: int,
@@ -45,10 +47,7 @@ def compact(
   directly to their place in the buffer.
   """
   cut, width = _cut_of(table, capacity, most_rows), table.shape[1]
-  wanted = first[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None, :]
-  slots = indexing.select(bitmap, wanted)
-  group = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
-  row = layout.row(group, slots)
+  slots, row = reference.chosen(bitmap, layout, first, capacity)
   raw = _raw(table, interpret)
   gathered = pl.pallas_call(
     functools.partial(_gather, cut=cut),
@@ -123,7 +122,7 @@ def _raw(x, interpret):
   XLA:CPU would treat bfloat16 subnormals as zeros. On a TPU, a conversion would
   copy `x`.
   """
-  return in_words.integers(x) if interpret else x
+  return wire.integers(x) if interpret else x
 
 
 def _words(cut):

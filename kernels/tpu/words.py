@@ -14,6 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from zenjax._src.core import wire
+
 LANES = 128
 TILE = 8  # words of a column
 _BLOCK = 1 << 20  # bytes of words that are copied at the same time
@@ -127,16 +129,11 @@ def joined(
   return table.at[cut.num_rows - aside :].set(last) if aside else table
 
 
-def integers(x: jax.Array) -> jax.Array:
-  """Returns the bits of `x` as signed integers."""
-  return lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
-
-
 def _as_words(raw, pack):
   """Packs `[..., n, D]` to `[..., n / pack, D] int32`, the first row lowest."""
   bits = 32 // pack
   if pack == 1:
-    return integers(raw)
+    return wire.integers(raw)
   unsigned = jnp.dtype(f"uint{bits}")
   words = jnp.zeros((), jnp.uint32)
   # Shifts are used because XLA:TPU is slow with arrays of a few columns.

@@ -45,18 +45,12 @@ def axes(axis_name: AxisName, argument: str = "axis_name") -> Axes:
   """Returns `axis_name` as a tuple of different axes."""
   given = isinstance(axis_name, tuple | list)
   axes = tuple(axis_name) if given else (axis_name,)
-  if not axes:
+  if not axes or not all(isinstance(axis, str) for axis in axes):
     raise ValueError(
-      f"`{argument}` must name at least one axis, got an empty tuple. Give the"
-      ' name of the axis in your mesh, shard_map or pmap, for example "data".'
+      f"`{argument}` must be the name of an axis, or a tuple of at least one"
+      f" name, got {axis_name!r}. Give the name of the axis in your mesh,"
+      ' shard_map or pmap, for example "data".'
     )
-  for axis in axes:
-    if not isinstance(axis, str):
-      raise ValueError(
-        f"`{argument}` must be the name of an axis, or a tuple of names, got"
-        f" {type(axis).__name__} {axis!r}. Give the name of the axis in your"
-        ' mesh, shard_map or pmap, for example "data".'
-      )
   if len(set(axes)) != len(axes):
     raise ValueError(
       f"`{argument}` must name each axis once, got {axis_name!r}. List each"
@@ -216,11 +210,10 @@ def pins(
       "`capacities` must map parameter names to pairs (push, pull), got"
       f" {capacities!r}. Give for example {{'table': (64, 256)}}."
     )
-  pairs = {}
-  for name, value in (capacities or {}).items():
-    push, pull = _capacity(value, f"[{name!r}]")
-    pairs[name] = push, pull
-  return pairs
+  return {
+    name: tuple(_capacity(value, f"[{name!r}]"))
+    for name, value in (capacities or {}).items()
+  }
 
 
 def _capacity(value: Any, where: str) -> Capacity:

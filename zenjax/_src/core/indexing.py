@@ -4,6 +4,7 @@
 rows are moved.
 """
 
+from collections.abc import Callable
 import math
 from typing import Any, NamedTuple
 
@@ -120,19 +121,11 @@ def select(bitmap: Bitmap, k: jax.Array) -> jax.Array:
   It is jitted, so that all searches of one shape are lowered once.
   """
   num_words = bitmap.words.shape[-1]
-  steps = max(1, math.ceil(math.log2(num_words)))
   start = _starts(k, num_words)
   words, before = bitmap.words.reshape(-1), bitmap.before.reshape(-1)
-
-  def halve(i, word):
-    # The largest power of two comes first. All steps sum to at least W - 1.
-    step = jnp.left_shift(jnp.int32(1), jnp.asarray(steps - 1 - i, jnp.int32))
-    ahead = jnp.minimum(word + step, num_words - 1)
-    return lax.select(take(before, ahead + start) <= k, ahead, word)
-
-  # The loop is not unrolled, because the search is a third of the program.
   word = compat.cast_like(jnp.zeros_like(k), words)
-  word = lax.fori_loop(0, steps, halve, word)
+  holds = lambda word: take(before, word + start) <= k
+  word = last_where(holds, num_words - 1, word)
   at = word + start
   bit = select_in_word(take(words, at), k - take(before, at))
   found = k < bitmap.total[..., None]
@@ -164,23 +157,35 @@ def _starts(like: jax.Array, size: int) -> jax.Array | int:
   return start.reshape(*batch, 1)
 
 
-# Binary search. `jnp.searchsorted` fails inside a `shard_map` that is manual
-# over some axes only (JAX 0.10 and 0.12).
+# Binary search, also for kernels.
+
+
+def last_where(
+  holds: Callable[[jax.Array], jax.Array], last: int, start: jax.Array
+) -> jax.Array:
+  """Returns the largest integers in `[0, last]` where `holds`.
+
+  Args:
+    holds: True up to some integer and false after it. It is not asked about 0.
+    last: The largest integer to try.
+    start: Zeros of int32, with the shape and the type of the result.
+  """
+  steps = max(1, math.ceil(math.log2(last + 1)))
+
+  def halve(i, at):
+    # The largest power of two comes first. All steps sum to at least `last`.
+    step = jnp.left_shift(jnp.int32(1), jnp.asarray(steps - 1 - i, jnp.int32))
+    ahead = jnp.minimum(at + step, last)
+    return lax.select(holds(ahead), ahead, at)
+
+  # The loop is not unrolled, because searches are a third of the program.
+  return lax.fori_loop(0, steps, halve, start)
 
 
 def lower_bound(ascending: jax.Array, x: jax.Array) -> jax.Array:
   """Counts how many of `ascending: [k]` are less than each `x: [...]`."""
-  size = ascending.shape[0]
-  steps = max(1, math.ceil(math.log2(size + 1)))
-
-  def halve(i, low):
-    # All values before `low` are less. The largest power of two comes first.
-    step = jnp.left_shift(jnp.int32(1), jnp.asarray(steps - 1 - i, jnp.int32))
-    ahead = jnp.minimum(low + step, size)
-    value = take(ascending, ahead - 1)
-    return jnp.where(value < x, ahead, low)
-
   # The loop's carry needs the type that it has after the first iteration.
   start = jnp.zeros_like(x, jnp.int32)
   start = compat.cast_like(compat.cast_like(start, ascending), x)
-  return lax.fori_loop(0, steps, halve, start)
+  all_less = lambda count: take(ascending, count - 1) < x
+  return last_where(all_less, ascending.shape[0], start)

@@ -79,6 +79,11 @@ def send(
   ]
 
 
+def integers(x: jax.Array) -> jax.Array:
+  """Returns the bits of `x` as signed integers of the same size."""
+  return lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+
+
 def to_words(x: jax.Array) -> jax.Array:
   """Converts `[b, ...]` of any dtype to `[b, words] uint32`, zero padded."""
   if jnp.issubdtype(x.dtype, jnp.inexact):
