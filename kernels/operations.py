@@ -8,6 +8,4 @@ compact = Operation(name="compact", reference=reference.compact)
 merge = Operation(name="merge", reference=reference.merge)
 expand = Operation(name="expand", reference=reference.expand)
 
-OPERATIONS = {
-  operation.name: operation for operation in (mask_pack, compact, merge, expand)
-}
+OPERATIONS = {x.name: x for x in (mask_pack, compact, merge, expand)}

@@ -194,26 +194,22 @@ def capacities_of(
   capacities: Capacities,
 ) -> Capacity | dict[str, Capacity] | None:
   """Returns buffer sizes for all leaves or by leaf name; None if not given."""
-  if capacities is None:
-    return None
   if isinstance(capacities, Mapping):
-    return {name: _capacity(c, f"[{name!r}]") for name, c in capacities.items()}
-  return _capacity(capacities, "")
+    return pins(capacities)
+  return None if capacities is None else _capacity(capacities, "")
 
 
 def pins(
   capacities: Mapping[str, tuple[int, int]] | None,
-) -> dict[str, tuple[int, int]]:
+) -> dict[str, Capacity]:
   """Returns buffer sizes by leaf name; empty if none are given."""
   if not isinstance(capacities, Mapping | None):
     raise TypeError(
       "`capacities` must map parameter names to pairs (push, pull), got"
       f" {capacities!r}. Give for example {{'table': (64, 256)}}."
     )
-  return {
-    name: tuple(_capacity(value, f"[{name!r}]"))
-    for name, value in (capacities or {}).items()
-  }
+  given = (capacities or {}).items()
+  return {name: _capacity(sizes, f"[{name!r}]") for name, sizes in given}
 
 
 def _capacity(value: Any, where: str) -> Capacity:

@@ -7,9 +7,10 @@ it, the rule, the value and the remedy.
 
 from collections.abc import Callable
 import dataclasses
+import inspect
 import json
+import math
 import numbers
-import sys
 import types
 import typing
 from typing import Any, ClassVar, NamedTuple, Self
@@ -93,18 +94,17 @@ def fields(text: str, version: tuple[str, int], source: Source) -> dict:
     version: Name and value of the version's field. The result does not have it.
     source: The document, for errors.
   """
-  read = "If it is the name of a file, give `pathlib.Path(file).read_text()`."
+  must = (
+    f"`text` must be the JSON of {source.name}, got {text!r:.60}. If it is the"
+    " name of a file, give `pathlib.Path(file).read_text()`."
+  )
   if not isinstance(text, str | bytes):
-    raise TypeError(
-      f"`text` must be the JSON of {source.name}, got {text!r:.60}. {read}"
-    )
+    raise TypeError(must)
   try:
     document = json.loads(text)
   except ValueError as error:
     if text.lstrip()[:1] not in ("{", b"{"):
-      raise ValueError(
-        f"`text` must be the JSON of {source.name}, got {text!r:.60}. {read}"
-      ) from error
+      raise ValueError(must) from error
     raise source.broken(f"is truncated or not JSON ({error})") from error
   if not isinstance(document, dict):
     raise source.broken(f"must be an object, got {document!r:.60}")
@@ -158,29 +158,23 @@ def parse(hint: Any, value: Any, source: Source, at: str = "") -> Any:
       for i, (kind, x) in enumerate(zip(parts, value))
     )
   if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-    return (
-      value if isinstance(value, hint) else _record(hint, value, source, at)
-    )
-  is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  if hint is float and is_number:
-    if abs(float(value)) <= sys.float_info.max:  # False for NaN.
+    is_made = isinstance(value, hint)
+    return value if is_made else _record(hint, value, source, at)
+  if hint is float:  # True is not a number here.
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if is_number and math.isfinite(value):
       return float(value)
-  if hint is float or type(value) is not hint:  # True is not a number here.
-    raise must(_KINDS[hint])
-  return value
+  elif type(value) is hint:
+    return value
+  raise must(_KINDS[hint])
 
 
 def _record(kind: Any, value: Any, source: Source, at: str) -> Any:
   if not isinstance(value, dict):
     raise source.broken(f"must be an object, got {value!r:.60}", at)
   hints = typing.get_type_hints(kind, include_extras=True)
-  known = {field.name: field for field in dataclasses.fields(kind)}
-  missing = dataclasses.MISSING
-  needed = [
-    name
-    for name, field in known.items()
-    if field.default is missing and field.default_factory is missing
-  ]
+  known = inspect.signature(kind).parameters
+  needed = [name for name, x in known.items() if x.default is x.empty]
   unknown = sorted(set(value) - set(known))
   lacking = [name for name in needed if name not in value]
   if unknown or lacking:

@@ -52,11 +52,8 @@ def explicit_axes(x: jax.Array | None = None) -> frozenset[str]:
   Args:
     x: An array whose type has a mesh; None for the mesh around a trace.
   """
-  if x is None:
-    mesh = jax.sharding.get_abstract_mesh()
-  else:
-    mesh = jax.typeof(x).sharding.mesh
-  return explicit_of(mesh)
+  around = jax.sharding.get_abstract_mesh()
+  return explicit_of(around if x is None else jax.typeof(x).sharding.mesh)
 
 
 def explicit_of(mesh: Any) -> frozenset[str]:
@@ -142,19 +139,14 @@ batching.defvectorized(_as_invariant_p)
 _first_copy_p = jex_core.Primitive("zenjax_first_copy")
 
 
-def one_copy(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-  """Returns `x`, of which `vmap` over one of `axes` keeps one copy.
+def agreed(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+  """Does what `as_invariant` does, and `vmap` over `axes` keeps one copy.
 
   The value must be equal on all devices, as results of `lax.all_gather` are. If
   a condition had a value for each device, `vmap` would run both branches, and
   would select between tables in every iteration of a loop.
   """
-  return _first_copy_p.bind(x, axes=tuple(axes))
-
-
-def agreed(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-  """Combines `as_invariant` and `one_copy`."""
-  return as_invariant(one_copy(x, axes), axes)
+  return as_invariant(_first_copy_p.bind(x, axes=tuple(axes)), axes)
 
 
 def _keep_first(axis_data, args, dims, *, axes):
@@ -170,24 +162,28 @@ mlir.register_lowering(_first_copy_p, lambda ctx, x, *, axes: [x])
 batching.fancy_primitive_batchers[_first_copy_p] = _keep_first
 
 
+def varying_over(x: Any, axes: frozenset[str]) -> Any:
+  """Returns `x` typed as varying over `axes`, too.
+
+  `pcast` raises for axes over which a value varies already, and where types
+  record no variation.
+  """
+  missing = tuple(axes - varying_axes(x))
+  return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
 def cast_like(x: jax.Array, like: jax.Array) -> jax.Array:
   """Returns `x` typed as varying over the axes that `like` varies over.
 
-  Branches and loop carries need equal types. `pcast` raises for axes over which
-  a value varies already, and where types record no variation.
+  Branches and loop carries need equal types.
   """
-  missing = tuple(varying_axes(like) - varying_axes(x))
-  return jax.lax.pcast(x, missing, to="varying") if missing else x
+  return varying_over(x, varying_axes(like))
 
 
 def cast_alike(values: Sequence[Any]) -> list[Any]:
   """Returns the values, all typed as varying over the union of their axes."""
-  axes = [varying_axes(x) for x in values]
-  joined = frozenset().union(*axes)
-  return [
-    jax.lax.pcast(x, tuple(joined - of_x), to="varying") if joined - of_x else x
-    for x, of_x in zip(values, axes)
-  ]
+  joined = frozenset().union(*map(varying_axes, values))
+  return [varying_over(x, joined) for x in values]
 
 
 def struct(
@@ -233,32 +229,23 @@ def serialize_with_flax(*kinds: type) -> None:
   Flax does not use JAX's pytree registry. It saves arrays; static fields come
   from the target that a state is restored into.
   """
-  if serialization := sys.modules.get("flax.serialization"):
-    for kind in kinds:
-      serialization.register_serialization_state(
-        kind, _to_state_dict, _from_state_dict, override=True
-      )
+  serialization = sys.modules.get("flax.serialization")
+  if serialization is None:
+    return
 
+  def arrays(node: Any) -> dict[str, Any]:
+    fields = dataclasses.fields(node)
+    names = [x.name for x in fields if not x.metadata.get("static")]
+    return {name: getattr(node, name) for name in names}
 
-def _data_fields(node: Any) -> list[str]:
-  fields = dataclasses.fields(node)
-  return [x.name for x in fields if not x.metadata.get("static")]
+  def saved(node: Any) -> Any:
+    return serialization.to_state_dict(arrays(node))
 
+  def restored(node: Any, saved: Any) -> Any:
+    new = serialization.from_state_dict(arrays(node), saved)
+    return dataclasses.replace(node, **new)
 
-def _to_state_dict(node: Any) -> dict[str, Any]:
-  from flax import serialization
-
-  return {
-    name: serialization.to_state_dict(getattr(node, name))
-    for name in _data_fields(node)
-  }
-
-
-def _from_state_dict(node: Any, saved: dict[str, Any]) -> Any:
-  from flax import serialization
-
-  restored = {
-    name: serialization.from_state_dict(getattr(node, name), saved[name])
-    for name in _data_fields(node)
-  }
-  return dataclasses.replace(node, **restored)
+  for kind in kinds:
+    serialization.register_serialization_state(
+      kind, saved, restored, override=True
+    )

@@ -17,8 +17,8 @@ The code uses `lax.rem`, because `%` would also handle negative numbers.
 
 Group `k` of `m` is owned by the devices of ranks `k * g` to `k * g + g - 1`
 along the fastest axis, one for each of `g` column groups. The rule is written
-in several places: in `Layout.place` and its inverse `Layout.row`, which take
-lane shifts from `lane_shifts` or `Layout._computed_shift`; for packed bitmaps
+in several places: in `Layout.place` and its inverse `Layout.row`, which share
+`Layout.shift`; for packed bitmaps
 in `pack_rows` of `zenjax.kernels.reference`; and in the TPU kernel of
 `mask_pack`. The GPU kernel calls `Layout.row`.
 
@@ -88,8 +88,7 @@ class Layout:
     """Returns the rotation of all slots of `word`: int32 in `[0, m)`."""
     mixed_seed = fmix32(np.array([self.seed & 0xFFFFFFFF], np.uint32))[0]
     key = (word.astype(jnp.uint32) + np.uint32(self.hash_offset)) ^ mixed_seed
-    mixed = fmix32(key)
-    return lax.rem(mixed, lax.full_like(mixed, self.groups)).astype(jnp.int32)
+    return self._rem(fmix32(key)).astype(jnp.int32)
 
   def row(
     self, group: jax.Array, slot: jax.Array, *, look_up: bool = True
@@ -102,15 +101,13 @@ class Layout:
       look_up: Whether lane shifts are read from a table. Kernels have no such
         table, and compute lane shifts.
     """
+    # Slot S is padding. The minimum keeps the products within int32.
+    last = jnp.minimum(slot, self.slots - 1)
     if self.in_order:
-      row = group * self.slots + jnp.minimum(slot, self.slots - 1)
-      valid = (slot < self.slots) & (row < self.num_rows)
-      return jnp.where(valid, row, self.num_rows)
-    shift = self.shift(slot) if look_up else self._computed_shift(slot)
-    j = group - shift + 2 * self.groups
-    j = lax.rem(j, lax.full_like(j, self.groups))
-    # Slot S is padding. The minimum keeps the product within int32.
-    row = jnp.minimum(slot, self.slots - 1) * self.groups + j
+      row = group * self.slots + last
+    else:
+      shift = self.shift(slot, look_up=look_up)
+      row = last * self.groups + self._rem(group - shift + 2 * self.groups)
     valid = (slot < self.slots) & (row < self.num_rows)
     return jnp.where(valid, row, self.num_rows)
 
@@ -121,20 +118,21 @@ class Layout:
       return group, row - group * self.slots
     slot = lax.div(row, lax.full_like(row, self.groups))
     j = row - slot * self.groups
-    group = j + self.shift(slot)
-    return lax.rem(group, lax.full_like(group, self.groups)), slot
+    return self._rem(j + self.shift(slot)), slot
 
-  def shift(self, slot: jax.Array) -> jax.Array:
+  def shift(self, slot: jax.Array, *, look_up: bool = True) -> jax.Array:
     """Returns the rotation of the block of rows at `slot`, in `[0, 2m)`."""
-    lanes = jnp.asarray(lane_shifts(self.groups), jnp.int32)
-    lane = indexing.take(lanes, slot & (LANES - 1))
-    return lane + self.rotation(slot >> 5)
+    lane = slot & (LANES - 1)
+    if look_up:
+      shifts = jnp.asarray(lane_shifts(self.groups), jnp.int32)
+      shift = indexing.take(shifts, lane)
+    else:
+      mixed = fmix32(lane.astype(jnp.uint32) + np.uint32(1))
+      shift = self._rem(mixed).astype(jnp.int32)
+    return shift + self.rotation(slot >> 5)
 
-  def _computed_shift(self, slot: jax.Array) -> jax.Array:
-    lane = (slot & (LANES - 1)).astype(jnp.uint32)
-    mixed = fmix32(lane + np.uint32(1))
-    shift = lax.rem(mixed, lax.full_like(mixed, self.groups))
-    return shift.astype(jnp.int32) + self.rotation(slot >> 5)
+  def _rem(self, x: jax.Array) -> jax.Array:
+    return lax.rem(x, lax.full_like(x, self.groups))
 
 
 @functools.cache

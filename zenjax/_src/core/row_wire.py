@@ -41,9 +41,7 @@ class RowWire:
 
   @property
   def _bits(self) -> int:
-    if jnp.issubdtype(self.dtype, jnp.integer):
-      return jnp.iinfo(self.dtype).bits
-    return 8 * self.dtype.itemsize
+    return jax.dtypes.itemsize_bits(self.dtype)
 
   @property
   def nbytes(self) -> int:

@@ -1,20 +1,17 @@
 """Prints what a run has exchanged, as tables for a person to read."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import textwrap
-from typing import Any, NamedTuple
-
-import jax
-import numpy as np
+from typing import Any
 
 from zenjax._src.compress import compress_state
 from zenjax._src.compress.compress_state import CompressState
 from zenjax._src.core import text
-from zenjax._src.core.text import columns
 from zenjax._src.report import stats
 from zenjax._src.report import tune
-from zenjax._src.sync import sharded_optimizer
 from zenjax._src.sync import sync_state
+from zenjax._src.sync.sharded_optimizer import ShardedOptimizerState
+from zenjax._src.sync.sync_state import ZenSyncState
 
 
 def report(state: Any) -> str:
@@ -60,7 +57,7 @@ def report(state: Any) -> str:
   """
   sync_state.require_numbers(state, "report")
   syncs = sync_state.require(state, CompressState)
-  lines = _compressed(state)
+  lines = list(map(_compressed, compress_state.nodes(state)))
   if not lines or any(sync.leaves for sync in syncs):
     lines = [*_synced_leaves(state, syncs), *lines]
   return "\n".join(lines)
@@ -68,141 +65,99 @@ def report(state: Any) -> str:
 
 # --- one form for all tables --------------------------------------------------
 
-
-class _Column(NamedTuple):
-  """One column of a table.
-
-  Attributes:
-    heading: The first cell.
-    value: The name of a statistic, or a function of all statistics of a row.
-    form: Formats a number. Unknown numbers are shown as a dash.
-    legend: Explains the column below the table.
-  """
-
-  heading: str
-  value: str | Callable[[Mapping[str, float]], str | float]
-  form: str = ""
-  legend: str = ""
-
-  def cell(self, numbers: Mapping[str, float]) -> str:
-    key = self.value
-    value = numbers[key] if isinstance(key, str) else key(numbers)
-    if isinstance(value, str):
-      return value
-    return format(value, self.form) if np.isfinite(value) else "-"
+# A column of a table: its heading, the format of a cell, and an explanation
+# below the table, which may be empty.
+_Column = tuple[str, str, str]
 
 
 def _table(
-  title: str, known: stats.Stats, shown: Sequence[_Column], names: str = ""
+  by: str, steps: int, names: str, known: stats.Stats, shown: Sequence[_Column]
 ) -> list[str]:
   """Returns the lines of a table: title, headings, a row each, legend."""
-  rows = [(names, *(column.heading for column in shown))]
-  rows += [(k, *(column.cell(s) for column in shown)) for k, s in known.items()]
-  legend = "; ".join(column.legend for column in shown if column.legend)
-  text = f"Last step. {legend}; -: not known."
-  lines = textwrap.wrap(text, 120, break_on_hyphens=False)
-  return [title, *columns(rows), *lines]
+  devices = int(next(iter(known.values()))["devices"])
+  taken, on = text.count(steps, "step"), text.count(devices, "device")
+  rows = [(names, *(heading for heading, _, _ in shown))]
+  for name, numbers in known.items():
+    facts = _facts(numbers)
+    cells = [form.format(**facts) for _, form, _ in shown]
+    rows.append((name, *["-" if "nan" in cell else cell for cell in cells]))
+  legend = "; ".join(legend for _, _, legend in shown if legend)
+  legend = f"Last step. {legend}; -: not known."
+  lines = textwrap.wrap(legend, 120, break_on_hyphens=False)
+  return [f"{by} after {taken} on {on}", *text.columns(rows), *lines]
 
 
-def _steps(nodes: Sequence[Any]) -> int:
-  return max(int(stats.array(node.step)) for node in nodes)
-
-
-def _title(by: str, steps: float, devices: float) -> str:
-  taken, on = text.count(int(steps), "step"), text.count(int(devices), "device")
-  return f"{by} after {taken} on {on}"
-
-
-def _bytes(s: Mapping[str, float]) -> str:
-  """Compares the bytes received with a dense all-reduce."""
-  if s.get("went_dense"):
-    return "dense"
+def _facts(s: Mapping[str, float]) -> dict[str, Any]:
+  """Returns statistics of a leaf, with those that are read more easily."""
+  scheme = sync_state.SCHEMES[int(s["scheme"])]
+  if scheme == "zen":
+    scheme = f"zen/{s['column_groups']:.0f}"
   gain = stats.ratio(s["dense_bytes"], s["wire_bytes"])
-  return f"{gain:.1f}x fewer" if gain > 1 else f"{1 / gain:.2f}x as many"
+  compared = f"{gain:.1f}x fewer" if gain > 1 else f"{1 / gain:.2f}x as many"
+  return {
+    **s,
+    "scheme": scheme,
+    "wire_mb": s["wire_bytes"] / 1e6,
+    "dense_mb": s["dense_bytes"] / 1e6,
+    "compared": "dense" if s["went_dense"] else compared,
+  }
 
 
-_ROUNDS = _Column("rounds", "rounds", ".0f", "rounds: exchanges needed")
-_RECEIVED = (
-  _Column(
-    "MB received",
-    lambda s: s["wire_bytes"] / 1e6,
-    ".3f",
-    "MB: received per device",
-  ),
-  _Column("MB dense", lambda s: s["dense_bytes"] / 1e6, ".3f"),
-  _Column("bytes", _bytes, "", "bytes: compared with a dense all-reduce"),
-)
-
-
-# --- leaves that are sent sparsely --------------------------------------------
-
-
-def _scheme(s: Mapping[str, float]) -> str:
-  name = sync_state.SCHEMES[int(s["scheme"])]
-  return f"zen/{s['column_groups']:.0f}" if name == "zen" else name
-
-
-_SHAPE = _Column(
-  "rows x width", lambda s: f"{s['num_rows']:.0f} x {s['width']:.0f}"
-)
+_SHAPE = ("rows x width", "{num_rows:.0f} x {width:.0f}", "")
 _UNION = (
-  _Column("union", "union_density", ".2%", "union: rows of any device"),
-  _Column("growth", "growth", ".2f", "growth: their ratio"),
-  _Column(
-    "push imb", "push_imbalance", ".2f", "imb: fullest buffer over the mean"
-  ),
-  _Column("pull imb", "pull_imbalance", ".2f"),
+  ("union", "{union_density:.2%}", "union: rows of any device"),
+  ("growth", "{growth:.2f}", "growth: their ratio"),
+  ("push imb", "{push_imbalance:.2f}", "imb: fullest buffer over the mean"),
+  ("pull imb", "{pull_imbalance:.2f}", ""),
+)
+_RECEIVED = (
+  ("MB received", "{wire_mb:.3f}", "MB: received per device"),
+  ("MB dense", "{dense_mb:.3f}", ""),
+  ("bytes", "{compared}", "bytes: compared with a dense all-reduce"),
 )
 _SYNCED = (
   _SHAPE,
-  _Column("scheme", _scheme, "", "zen/g: rows split in g column groups"),
-  _Column("density", "density", ".2%", "density: nonzero rows of a device"),
+  ("scheme", "{scheme}", "zen/g: rows split in g column groups"),
+  ("density", "{density:.2%}", "density: nonzero rows of a device"),
   *_UNION,
-  _ROUNDS,
+  ("rounds", "{rounds:.0f}", "rounds: exchanges needed"),
   *_RECEIVED,
 )
 _SHARDED = (
   _SHAPE,
-  _Column(
-    "looked up", "density", ".2%", "looked up: distinct rows of a device"
-  ),
+  ("looked up", "{density:.2%}", "looked up: distinct rows of a device"),
   *_UNION,
-  _Column("room", "room", ".0f", "room: buffer size for a pair of devices"),
-  _Column(
-    "fetches", "fetch_rounds", ".0f", "fetches: exchanges of ids and rows"
-  ),
-  _Column("rounds", "rounds", ".0f", "rounds: exchanges of gradients"),
+  ("room", "{room:.0f}", "room: buffer size for a pair of devices"),
+  ("fetches", "{fetch_rounds:.0f}", "fetches: exchanges of ids and rows"),
+  ("rounds", "{rounds:.0f}", "rounds: exchanges of gradients"),
   *_RECEIVED,
 )
 
+# --- leaves that are sent sparsely --------------------------------------------
 
-def _synced_leaves(
-  state: Any, nodes: list[sync_state.ZenSyncState]
-) -> list[str]:
+
+def _synced_leaves(state: Any, nodes: list[ZenSyncState]) -> list[str]:
   """Returns lines on all leaves of `zen_sync` and `sharded_optimizer`."""
   by = _synchronized_by(state)
   if not any(node.leaves for node in nodes):
     return [
       f"{by}: no parameter is sent sparsely; all take a dense all-reduce."
     ]
-  steps = _steps(nodes)
+  steps = max(int(stats.array(node.step)) for node in nodes)
   if not steps:
     return [f"{by}: no step was taken yet."]
   lines = []
-  known, tables = stats.synced_leaves(state), stats.sharded_tables(state)
-  if known:
-    title = _title(by, steps, next(iter(known.values()))["devices"])
-    lines += _table(title, known, _SYNCED, "leaf")
+  if known := stats.synced_leaves(state):
+    lines += _table(by, steps, "leaf", known, _SYNCED)
     lines += [
       f"{name}: all devices hold the same rows: were the gradients averaged"
       f" before {by}? Remove that pmean."
       for name, numbers in known.items()
       if _same_rows(numbers)
     ]
-  if tables:
-    devices = next(iter(tables.values()))["devices"]
-    title = _title("sharded_optimizer, sharded tables,", steps, devices)
-    lines += _table(title, tables, _SHARDED, "table")
+  if tables := stats.sharded_tables(state):
+    by_owners = "sharded_optimizer, sharded tables,"
+    lines += _table(by_owners, steps, "table", tables, _SHARDED)
   if not lines:
     leaves = [leaf for node in nodes for leaf in node.leaves.values()]
     devices = max(stats.numbers_of(leaf)[0].devices for leaf in leaves)
@@ -214,14 +169,10 @@ def _synced_leaves(
 
 def _synchronized_by(state: Any) -> str:
   """Returns the names of the transformations that made the state."""
-  kinds = {
-    sharded_optimizer.ShardedOptimizerState: "sharded_optimizer",
-    sync_state.ZenSyncState: "zen_sync",
-  }
-  is_one = lambda node: type(node) in kinds
-  nodes = jax.tree.leaves(state, is_leaf=is_one)
-  transforms = [kinds[type(node)] for node in nodes if is_one(node)]
-  return " and ".join(dict.fromkeys(transforms))
+  kinds = {ShardedOptimizerState: "sharded_optimizer", ZenSyncState: "zen_sync"}
+  types: Any = ShardedOptimizerState | ZenSyncState
+  nodes = sync_state.nodes(state, types)
+  return " and ".join(dict.fromkeys([kinds[type(node)] for node in nodes]))
 
 
 def _same_rows(s: Mapping[str, float]) -> bool:
@@ -235,33 +186,24 @@ def _same_rows(s: Mapping[str, float]) -> bool:
 # --- compressors --------------------------------------------------------------
 
 
-def _compressed(state: Any) -> list[str]:
-  lines = []
-  for node in compress_state.nodes(state):
-    steps, leaves = int(stats.array(node.step)), len(node.leaves)
-    wire, dense = (
-      float(stats.array(x)) for x in (node.wire_bytes, node.dense_bytes)
+def _compressed(node: CompressState) -> str:
+  """Returns a line on one `compress.all_reduce`."""
+  if not node.leaves:
+    return "compress.all_reduce: it compresses no parameter."
+  number = lambda x: float(stats.array(x))
+  if not number(node.step):
+    return "compress.all_reduce: no step was taken yet."
+  received = "nothing received, because there is one device"
+  if wire := number(node.wire_bytes):
+    ratio = number(node.dense_bytes) / wire
+    less = f"{ratio:.1f}x less" if ratio >= 1 else f"{1 / ratio:.1f}x more"
+    received = (
+      f"{text.size(wire)} received per device, {less} than by a dense"
+      " all-reduce"
     )
-    if not leaves:
-      lines.append("compress.all_reduce: it compresses no parameter.")
-    elif not steps:
-      lines.append("compress.all_reduce: no step was taken yet.")
-    else:
-      received = "nothing received, because there is one device"
-      if wire:
-        less, ratio = "less", dense / wire
-        if ratio < 1:
-          less, ratio = "more", 1 / ratio
-        received = (
-          f"{text.size(wire)} received per device, {ratio:.1f}x {less} than by"
-          " a dense all-reduce"
-        )
-      counts = [
-        f"; {name.replace('_', '-')} {float(stats.array(x)):.3g}"
-        for name, x in node.stats.items()
-      ]
-      lines.append(
-        f"compress.all_reduce after {text.count(steps, 'step')}:"
-        f" {text.count(leaves, 'parameter')}, {received}" + "".join(counts)
-      )
-  return lines
+  steps = text.count(int(number(node.step)), "step")
+  parameters = text.count(len(node.leaves), "parameter")
+  line = f"compress.all_reduce after {steps}: {parameters}, {received}"
+  for name, x in node.stats.items():
+    line += f"; {name.replace('_', '-')} {number(x):.3g}"
+  return line

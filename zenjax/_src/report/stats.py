@@ -1,11 +1,11 @@
 """Reads statistics of a run from an optimizer state."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import optax
 
 from zenjax._src.compress import compress_state
 from zenjax._src.compress.compress_state import CompressState
@@ -171,23 +171,20 @@ def compressed(state: Any) -> Stats:
   by_name: Stats = {}
   for i, node in enumerate(compress_state.nodes(state)):
     if steps := int(array(node.step)):
-      norm = _norm(jax.tree.leaves(node.residuals))
+      residuals = jax.tree.leaves(node.residuals)
       by_name[f"compressed {i + 1}" if i else "compressed"] = {
         "leaves": float(len(node.leaves)),
         "steps": float(steps),
         "wire_bytes": float(array(node.wire_bytes)),
         "dense_bytes": float(array(node.dense_bytes)),
-        "residual_norm": float(norm),
+        "residual_norm": float(_global_norm(residuals)),
         **{name: float(array(x)) for name, x in node.stats.items()},
       }
   return by_name
 
 
-@jax.jit
-def _norm(residuals: Sequence[jax.Array]) -> jax.Array:
-  """The norm of all, in `jit` because no device has all values."""
-  square = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)))
-  return jnp.sqrt(sum(map(square, residuals), jnp.float32(0)))
+# In `jit`, because no device has all residuals.
+_global_norm = jax.jit(optax.global_norm)
 
 
 def profile(state: Any) -> dict[str, Profile]:

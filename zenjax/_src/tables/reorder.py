@@ -93,7 +93,7 @@ def to_owners(
   )
   split = NamedSharding(mesh, PartitionSpec(axes))
   if table.devices == devices:
-    return new.with_value(table.map_rows(lambda x: _placed(x, split)))
+    return new.with_value(table.map_rows(lambda x: placed(x, split)))
   table = to_order(table, donate=donate)
 
   def moved(x: Any) -> Any:
@@ -172,7 +172,7 @@ def made_by_rows(
   return _under(mesh, jax.jit(mapped))()
 
 
-def _placed(x: Any, split: NamedSharding) -> jax.Array:
+def placed(x: Any, split: NamedSharding) -> jax.Array:
   """Runs `jax.device_put`, also for arrays of other processes' devices."""
   if isinstance(x, Tracer):
     return x

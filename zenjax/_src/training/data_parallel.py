@@ -131,10 +131,7 @@ def data_parallel(
 
   def mapped(state, *batch):
     _check_batch(batch, devices)
-    _require_no_copies(state)
-    for name, node in placement.own_nodes(state):
-      where = f"leaf {name!r} of `state`"
-      sharded_table.require_devices(where, node.devices, devices)
+    _check_state(state, devices)
     specs = jax.tree.leaves(placement.state_specs(state, axis_name))
     _check_accumulated(state, devices)
     placement.require_replicated(state, "state", mesh.axis_names, specs)
@@ -167,9 +164,8 @@ def data_parallel(
       # The step is traced once, analysed, and then run as a jaxpr.
       program, like = jax.make_jaxpr(parts_of, return_shape=True)(given, batch)
       if devices > 1:
-        # Outputs are in the order of their keys, so the state comes last.
-        outputs, number = len(program.out_avals), len(like["state"])
-        common = [False] * (outputs - number) + [True] * number
+        outputs = jax.tree_util.tree_leaves_with_path(like)
+        common = [path[0].key == "state" for path, _ in outputs]
         own = [spec != same for spec in of_arrays]
         own += [True] * (len(program.in_avals) - len(own))
         _require_synchronized(program, own, common, axes)
@@ -256,15 +252,17 @@ def _exchanges(program: Any, own: Sequence[bool]) -> bool:
   return False
 
 
-def _require_no_copies(state: Any) -> None:
-  """Raises ValueError for tables with copies along some of the axes."""
-  for name, leaf in leaf_util.named_leaves(state, is_sharded):
-    if is_sharded(leaf) and leaf.replicas:
+def _check_state(state: Any, devices: int) -> None:
+  """Raises ValueError for parts of a state that don't fit these devices."""
+  for name, node in placement.own_nodes(state):
+    if is_sharded(node) and node.replicas:
       raise ValueError(
-        f"`state` holds table {name!r} with `replicas` {leaf.replicas!r}, which"
+        f"`state` holds table {name!r} with `replicas` {node.replicas!r}, which"
         " data_parallel does not support. Train in plain jit, with"
         " `zenjax.sharded_optimizer` for all parameters."
       )
+    where = f"leaf {name!r} of `state`"
+    sharded_table.require_devices(where, node.devices, devices)
 
 
 def _is_key(x: Any) -> bool:
@@ -309,9 +307,8 @@ def _check_batch(batch: tuple[Any, ...], devices: int) -> None:
 
 
 def _is_raw_key(x: Any) -> bool:
-  if not leaf_util.is_array(x) or x.dtype != jnp.uint32 or x.ndim != 1:
-    return False
-  return x.shape == jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape
+  key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+  return leaf_util.is_array(x) and (x.shape, x.dtype) == (key.shape, key.dtype)
 
 
 def _remedy(leaf: Any, devices: int) -> str:

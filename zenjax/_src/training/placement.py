@@ -139,13 +139,11 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   same = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
 
   def spec(node: Any) -> Any:
-    if isinstance(node, fetch.Ahead):
-      return jax.tree.map(lambda _: split, node)
-    if isinstance(node, _OWN) and not isinstance(node, ShardedTable):
-      return node.specs(split)
     if isinstance(node, ShardedTable):
       specs = sharded_table.specs(node, owners)
       return dataclasses.replace(specs, sizes=_AnyPlan())
+    if isinstance(node, _OWN | fetch.Ahead):
+      return jax.tree.map(lambda _: split, node)
     if isinstance(node, ZenSyncState):
       return same(node.replace(tuned=_AnyPlan()))
     if isinstance(node, optax.MultiStepsState):

@@ -7,13 +7,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
-import numpy as np
 import optax
 
 from zenjax._src.compress.compress_state import CompressState
 from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
-from zenjax._src.core.collectives import Axes
 from zenjax._src.core.folding import folded
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.delayed import DelayedState
@@ -141,13 +139,13 @@ def from_checkpoint(
   """
   axes = arguments.mesh_axes(axis_name, mesh)
   copies = sharding.replica_axes(replicas, axes, mesh)
-  devices = int(np.prod([mesh.shape[axis] for axis in axes]))
+  devices = math.prod([mesh.shape[axis] for axis in axes])
   others = iter([] if like is None else sharded_table.nodes(like))
 
   def on_owners(table: Any) -> Any:
     if not is_sharded(table):
       return table
-    _require_readable(table, mesh, axes)
+    _require_readable(table, devices)
     other = next(others, table)
     hashed = dict(seed=other.seed, hash_offset=other.hash_offset)
     if {"seed": table.seed, "hash_offset": table.hash_offset} != hashed:
@@ -160,14 +158,12 @@ def from_checkpoint(
     state = _moved_to(saved, devices, like)
     state = jax.tree.map(on_owners, state, is_leaf=is_sharded)
     specs = placement.state_specs(state, axis_name)
-    return jax.tree.map(
-      lambda leaf, spec: _placed(leaf, NamedSharding(mesh, spec)), state, specs
-    )
+    place = lambda x, spec: reorder.placed(x, NamedSharding(mesh, spec))
+    return jax.tree.map(place, state, specs)
 
 
-def _require_readable(table: Any, mesh: Mesh, axes: Axes) -> None:
+def _require_readable(table: Any, devices: int) -> None:
   """Raises ValueError for a table that was saved as it was on its devices."""
-  devices = math.prod([mesh.shape[axis] for axis in axes])
   on_mesh = lambda x: isinstance(getattr(x, "sharding", None), NamedSharding)
   if table.devices in (0, devices) or all(map(on_mesh, jax.tree.leaves(table))):
     return
@@ -178,14 +174,6 @@ def _require_readable(table: Any, mesh: Mesh, axes: Axes) -> None:
     f" it on {table.devices} devices by `zenjax.from_checkpoint`, and save it"
     " so."
   )
-
-
-def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
-  """Runs `jax.device_put`, also from other devices of several processes."""
-  if isinstance(x, jax.Array) and not x.is_fully_addressable:
-    if x.sharding.device_set != sharding.device_set:
-      x = on_host(x)
-  return jax.device_put(x, sharding)
 
 
 def _moved_to(state: Any, devices: int, like: Any) -> Any:

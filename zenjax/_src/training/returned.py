@@ -130,25 +130,23 @@ def _given(names: Sequence[str], aux_specs: AuxSpecs) -> list[str | None]:
   """Returns the word for each leaf in `aux_specs`, or None."""
   if not isinstance(aux_specs, Mapping):
     return [aux_specs] * len(names)
-  used, words = set(), []
-  for name in names:
-    fits = [k for k in aux_specs if name == k or name.startswith(f"{k}.")]
-    used.update(fits)
-    # The longest name is the most specific.
-    words.append(aux_specs[max(fits, key=len)] if fits else None)
+  fitting = [
+    [k for k in aux_specs if name == k or name.startswith(f"{k}.")]
+    for name in names
+  ]
   for name in aux_specs:
-    if name not in used:
+    if not any(name in fits for fits in fitting):
       raise ValueError(
         f"`aux_specs` names {name!r}, which is not a leaf of `aux`. Its leaves"
         f" are {', '.join(map(repr, names)) or 'none'}."
       )
-  return words
+  # The longest name is the most specific.
+  return [aux_specs[max(x, key=len)] if x else None for x in fitting]
 
 
 def _wide(x: jax.Array) -> jax.Array:
   """Converts small integers to 32 bits, because their sums would overflow."""
-  small = x.dtype == bool or x.dtype.itemsize < 4
-  if jnp.issubdtype(x.dtype, jnp.inexact) or not small:
+  if jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize >= 4:
     return x
   unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger)
   return x.astype(jnp.uint32 if unsigned else jnp.int32)

@@ -11,6 +11,7 @@ from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.rows import leaf_util
+from zenjax._src.sync import sync_options
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.sharded_optimizer import ShardedOptimizerState
 from zenjax._src.tables import sharded_table
@@ -143,14 +144,14 @@ def _sharded_state(
 
   inner = jax.tree_util.tree_map_with_path(moved, opt_state)
   over = (*tables[0][1].replicas, *arguments.axes(axis_name))
-  devices = math.prod(mesh.shape[axis] for axis in over)
-  memory = {
-    name: sync_state.empty_leaf(devices=devices, sharded=True)
-    for name, x in leaf_util.named_leaves(params, is_sharded)
-    if is_sharded(x)
-  }
-  step, mean = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-  sync = sync_state.ZenSyncState(step, memory, mean, keeps_schemes=True)
+  named = leaf_util.named_leaves(params, is_sharded)
+  sync = sync_state.empty(
+    [name for name, x in named if is_sharded(x)],
+    sync_options.check(over),
+    owners=True,
+    devices=math.prod(mesh.shape[axis] for axis in over),
+    sharded=True,
+  )
   sync = jax.tree.map(lambda x: sharding.replicated(x, mesh), sync)
   return ShardedOptimizerState(sync, inner)
 
