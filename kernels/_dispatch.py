@@ -11,7 +11,10 @@ import dataclasses
 import importlib
 from typing import Any
 
+import jax
+
 from zenjax._src.core import compat
+from zenjax._src.core import wire
 from zenjax._src.core.arguments import Kernels
 
 # The module with the kernels of each platform, which is imported when needed.
@@ -37,6 +40,15 @@ def interpreted(platform: str, how: Any = True) -> Iterator[None]:
     yield
   finally:
     _interpreted.reset(token)
+
+
+def loadable(x: jax.Array, interpret: Any) -> jax.Array:
+  """Returns `x` for a kernel to load; its bits if the kernel is interpreted.
+
+  XLA:CPU treats bfloat16 subnormals as zeros when it loads them. On an
+  accelerator, a conversion could copy `x`.
+  """
+  return wire.integers(x) if interpret else x
 
 
 def _platform() -> str:

@@ -1,6 +1,6 @@
 """Defines every operation in plain JAX, which runs everywhere."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import functools
 from typing import NamedTuple
 
@@ -75,33 +75,27 @@ def mask_pack(table: jax.Array, layout: Layout) -> Packed:
   )
 
 
-def plus_zero_where(
-  negative: jax.Array, tables: Sequence[jax.Array]
-) -> tuple[jax.Array, ...]:
-  """Makes all zeros of `tables` positive if `negative`.
+def plus_zero_where(negative: jax.Array, table: jax.Array) -> jax.Array:
+  """Makes all zeros of `table` positive if `negative`.
 
   Rows of zeros are not sent, but replicas must be bit-identical. All other rows
   are overwritten with sums, in which signs of zeros have no meaning. The
   implementation is a loop with at most one iteration, because a branch would
-  copy the tables.
+  copy the table.
 
   Args:
     negative: `[] bool`, whether some row of zeros has a negative zero.
-    tables: `[R, D]` each.
+    table: `[R, D]`.
   """
+  sign = _negative_zero(table.dtype)
 
   def clear(carry):
-    flag, tables = carry
-    cleared = []
-    for table in tables:
-      sign = _negative_zero(table.dtype)
-      raw = lax.bitcast_convert_type(table, sign.dtype)
-      zero = jnp.zeros((), table.dtype)
-      cleared.append(jnp.where(raw == sign, zero, table))
-    return jnp.zeros_like(flag), tuple(cleared)
+    flag, table = carry
+    raw = lax.bitcast_convert_type(table, sign.dtype)
+    zero = jnp.zeros((), table.dtype)
+    return jnp.zeros_like(flag), jnp.where(raw == sign, zero, table)
 
-  carry = negative, tuple(tables)
-  return lax.while_loop(lambda carry: carry[0], clear, carry)[1]
+  return lax.while_loop(lambda carry: carry[0], clear, (negative, table))[1]
 
 
 def pack_rows(mask: jax.Array, layout: Layout) -> jax.Array:
@@ -257,20 +251,16 @@ def place(
   return union, jnp.where(kept < num_slots, position, padding)
 
 
-class _Index(NamedTuple):
-  """The different slots among the received ones."""
-
-  found: jax.Array  # [k] int32, the first k, ascending, padded with S
-  total: jax.Array  # [] int32, number of different slots
-  rank: Callable[[jax.Array], jax.Array]  # counts those less than each slot
+# The first `k` different slots, ascending and padded with `S`; the number of
+# all different slots; and a function that counts those less than each slot.
+_Index = tuple[jax.Array, jax.Array, Callable[[jax.Array], jax.Array]]
 
 
 def _packed(slots: jax.Array, num_slots: int, k: int) -> _Index:
   """Finds different slots by a bitmap over all slots."""
   bitmap = indexing.index(indexing.from_slots(slots, num_slots))
   found = indexing.select(bitmap, jnp.arange(k, dtype=jnp.int32))
-  rank = functools.partial(indexing.rank, bitmap)
-  return _Index(found, bitmap.total, rank)
+  return found, bitmap.total, functools.partial(indexing.rank, bitmap)
 
 
 def _sorted(slots: jax.Array, num_slots: int, k: int) -> _Index:
@@ -285,7 +275,7 @@ def _sorted(slots: jax.Array, num_slots: int, k: int) -> _Index:
     .at[jnp.where(new, count - 1, past)]
     .set(ordered, mode="drop", unique_indices=True)
   )
-  return _Index(found, count[-1], lambda at: indexing.lower_bound(found, at))
+  return found, count[-1], lambda at: indexing.lower_bound(found, at)
 
 
 # `expand` writes summed rows over the local gradient.

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from zenjax._src.core import compat
 from zenjax._src.core import indexing
-from zenjax._src.core import wire
 from zenjax._src.core.partition import Layout
+from zenjax.kernels._dispatch import loadable
 from zenjax.kernels.gpu import tiles
 
 
@@ -35,8 +35,7 @@ def compact(
     raise NotImplementedError(f"a capacity of at least 1, got {capacity}")
   # A thread searches at most one slot, because a search takes registers.
   tile = tiles.tile(table.shape[1], table.dtype, tiles.THREADS)
-  # XLA:CPU treats bfloat16 subnormals as zeros when it loads them.
-  source = wire.integers(table) if interpret else table
+  source = loadable(table, interpret)
   m, width = layout.groups, table.shape[1]
   slots, rows = pl.pallas_call(
     functools.partial(_kernel, layout=layout, tile=tile),

@@ -9,7 +9,7 @@ from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
 from zenjax._src.core import compat
-from zenjax._src.core import wire
+from zenjax.kernels._dispatch import loadable
 from zenjax.kernels.gpu import tiles
 
 
@@ -25,19 +25,18 @@ def expand(
   if row.size < 1:
     raise NotImplementedError("at least one row to write, got none")
   tile = tiles.tile(table.shape[1], table.dtype, tiles.THREADS)
-  # XLA:CPU treats bfloat16 subnormals as zeros when it loads them.
-  cast = wire.integers if interpret else lambda x: x
+  values, source = loadable(values, interpret), loadable(table, interpret)
   written = pl.pallas_call(
     functools.partial(_kernel, tile=tile),
     grid=(pl.cdiv(row.size, tile.rows),),
     in_specs=[tiles.WHOLE] * 3,
     out_specs=tiles.WHOLE,
-    out_shape=compat.struct(table.shape, cast(table).dtype, table),
+    out_shape=compat.struct(table.shape, source.dtype, table),
     input_output_aliases={2: 0},
     compiler_params=tiles.PARAMETERS,
     interpret=interpret,
     name="zenjax_expand",
-  )(row, cast(values), cast(table))
+  )(row, values, source)
   return lax.bitcast_convert_type(written, table.dtype)
 
 

@@ -20,6 +20,7 @@ from zenjax._src.core import compat
 from zenjax._src.core import wire
 from zenjax._src.core.partition import LANES
 from zenjax._src.core.partition import Layout
+from zenjax.kernels._dispatch import loadable
 from zenjax.kernels.gpu import tiles
 from zenjax.kernels.reference import Packed
 
@@ -64,7 +65,7 @@ def mask_pack(
     compiler_params=tiles.PARAMETERS,
     interpret=interpret,
     name="zenjax_mask_pack",
-  )(wire.integers(table) if interpret else table)
+  )(loadable(table, interpret))
   return Packed(
     words=words.reshape(layout.groups, layout.words),
     negative=jnp.any(negative != 0),

@@ -24,13 +24,9 @@ import jax.numpy as jnp
 from zenjax._src.core import compat
 from zenjax._src.core import wire
 from zenjax._src.core.partition import Layout
+from zenjax.kernels._dispatch import loadable
 from zenjax.kernels.reference import Packed
-from zenjax.kernels.tpu.blocks import BLOCK
-from zenjax.kernels.tpu.blocks import LANES
-from zenjax.kernels.tpu.blocks import row_at
-from zenjax.kernels.tpu.blocks import Sizes
-from zenjax.kernels.tpu.blocks import sizes_of
-from zenjax.kernels.tpu.blocks import weights_of
+from zenjax.kernels.tpu import blocks
 
 # The mark of a row: 0 if all bits are zero, `_NEGATIVE` if only sign bits are
 # set, `_NONZERO` otherwise.
@@ -42,14 +38,12 @@ def mask_pack(
   layout: Layout,
   *,
   interpret: Any = False,
-  most_bytes: int = BLOCK,
+  most_bytes: int = blocks.BLOCK,
 ) -> Packed:
   """See `reference.mask_pack`; a block has at most `most_bytes`."""
-  sizes = sizes_of(table, layout, most_bytes)
-  if interpret:
-    # XLA:CPU treats bfloat16 subnormals as zeros when it loads a block.
-    table = wire.integers(table)
-  out = _call(table, sizes, weights_of(table.dtype, sizes), interpret)
+  sizes = blocks.sizes_of(table, layout, most_bytes)
+  table = loadable(table, interpret)
+  out = _call(table, sizes, blocks.weights_of(table.dtype, sizes), interpret)
   width = sizes.per_unit * sizes.groups
   units = out[:, :width]
   if not layout.in_order:
@@ -112,7 +106,7 @@ def _kernel(table, weights, words, found, *, sizes, num_rows):
     shape = found.shape
     at = lax.broadcasted_iota(jnp.int32, shape, 1)
     if not sizes.across:
-      at = row_at(at, 4 // table.dtype.itemsize)
+      at = blocks.row_at(at, 4 // table.dtype.itemsize)
     unit = step * sizes.units + lax.broadcasted_iota(jnp.int32, shape, 0)
     mark = jnp.where(unit * sizes.rows + at < num_rows, found[...], 0)
     bits = jnp.where(mark == _NONZERO, 1.0, 0.0).astype(jnp.bfloat16)
@@ -157,13 +151,13 @@ def _mark_along(table, found, unit, to, rows):
   """Marks rows that are along sublanes; a product moves marks to lanes."""
   itemsize = table.dtype.itemsize
   pack = 4 // itemsize
-  ones = jnp.ones((16, LANES), jnp.bfloat16)
+  ones = jnp.ones((16, blocks.LANES), jnp.bfloat16)
   marks = []
-  for start in range(0, rows, LANES * pack):
-    at = pl.ds(unit * rows + start, LANES * pack)
+  for start in range(0, rows, blocks.LANES * pack):
+    at = pl.ds(unit * rows + start, blocks.LANES * pack)
     seen = None
-    for lane in range(0, table.shape[1], LANES):
-      raw = pltpu.bitcast(table[at, lane : lane + LANES], jnp.int32)
+    for lane in range(0, table.shape[1], blocks.LANES):
+      raw = pltpu.bitcast(table[at, lane : lane + blocks.LANES], jnp.int32)
       seen = raw if seen is None else seen | raw
     assert seen is not None
     for part in range(pack):
@@ -191,7 +185,9 @@ def _tell(seen, itemsize):
   return nonzero, ~nonzero & ((seen & everything) != 0)
 
 
-def _rotated(units: jax.Array, layout: Layout, sizes: Sizes) -> jax.Array:
+def _rotated(
+  units: jax.Array, layout: Layout, sizes: blocks.Sizes
+) -> jax.Array:
   """Rotates each word by the rotation of the layout.
 
   It works like a barrel shifter, with one roll for each bit of the rotations,

@@ -22,10 +22,10 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from zenjax._src.core import compat
-from zenjax._src.core import wire
 from zenjax._src.core.indexing import Bitmap
 from zenjax._src.core.partition import Layout
 from zenjax.kernels import reference
+from zenjax.kernels._dispatch import loadable
 from zenjax.kernels.tpu import words as in_words
 from zenjax.kernels.tpu.words import LANES
 from zenjax.kernels.tpu.words import TILE
@@ -48,7 +48,7 @@ def compact(
   """
   cut, width = _cut_of(table, capacity, most_rows), table.shape[1]
   slots, row = reference.chosen(bitmap, layout, first, capacity)
-  raw = _raw(table, interpret)
+  raw = loadable(table, interpret)
   gathered = pl.pallas_call(
     functools.partial(_gather, cut=cut),
     grid=(layout.groups, pl.cdiv(capacity, cut.rows), width // cut.columns),
@@ -77,7 +77,7 @@ def expand(
 ) -> jax.Array:
   """See `reference.expand`; a block has at most `most_rows`."""
   cut, width = _cut_of(table, row.size, most_rows), table.shape[1]
-  raw = _raw(table, interpret)
+  raw = loadable(table, interpret)
   whole, last = in_words.split(raw, cut, interpret)
   written, last = pl.pallas_call(
     functools.partial(_scatter, cut=cut),
@@ -97,7 +97,7 @@ def expand(
     ),
     interpret=interpret,
     name="zenjax_expand",
-  )(_in_blocks(row[None], cut), _raw(values, interpret), whole, last)
+  )(_in_blocks(row[None], cut), loadable(values, interpret), whole, last)
   written = in_words.joined(written, last, cut, raw.dtype)
   return lax.bitcast_convert_type(written, table.dtype)
 
@@ -114,15 +114,6 @@ def _cut_of(table, count, most_rows):
   if count < 1:
     raise NotImplementedError("at least one row to move, got none")
   return in_words.cut_of(table, most_rows)
-
-
-def _raw(x, interpret):
-  """Returns `x`, as integers if interpreted.
-
-  XLA:CPU would treat bfloat16 subnormals as zeros. On a TPU, a conversion would
-  copy `x`.
-  """
-  return wire.integers(x) if interpret else x
 
 
 def _words(cut):

@@ -186,7 +186,7 @@ def test_nan_is_not_zero_where_it_has_the_bits_of_a_negative_one():
   table = jnp.array([[0.0, jnp.nan], [0.0, 0.0]], "float8_e4m3fnuz")
   mask = row_mask(table)
   assert mask.nonzero.tolist() == mask.written.tolist() == [True, False]
-  (cleared,) = plus_zero_where(jnp.array(True), [table])
+  cleared = plus_zero_where(jnp.array(True), table)
   assert jnp.isnan(cleared).tolist() == [[False, True], [False, False]]
 
 

@@ -8,7 +8,7 @@ itself.
 order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import math
 from typing import Any
 
@@ -45,6 +45,17 @@ def size_in_init(axes: Axes, by: str) -> int:
       " opt_state=opt_state)`. In place of `nnx.Optimizer`, take `params ="
       " nnx.state(model, nnx.Param)`, and write new ones by `nnx.update`."
     ) from error
+
+
+def shapes_on_device(
+  f: Callable[[Any], Any], x: Any, mesh: jax.sharding.Mesh, axes: Axes
+) -> Any:
+  """Returns the shapes of `f(x)` on one device, where `axes` are bound."""
+  for axis in reversed(axes):
+    size = mesh.shape[axis]
+    f = jax.vmap(f, in_axes=None, axis_name=axis, axis_size=size)
+  shape = lambda y: jax.ShapeDtypeStruct(y.shape[len(axes) :], y.dtype)
+  return jax.tree.map(shape, jax.eval_shape(f, x))
 
 
 def mesh_around(axes: Axes, tree: Any, given: jax.sharding.Mesh | None) -> Any:

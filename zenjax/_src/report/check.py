@@ -17,10 +17,9 @@ import optax
 
 from zenjax._src.compress.compress_state import CompressState
 from zenjax._src.core import arguments
+from zenjax._src.core import text
 from zenjax._src.core.arguments import AxisName
-from zenjax._src.core.arguments import mesh_axes
 from zenjax._src.core.collectives import Axes
-from zenjax._src.core.text import columns
 from zenjax._src.rows import leaf_util
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.device_state import PerDeviceState
@@ -91,7 +90,7 @@ class StepCheck:
     if wrong:
       verdict = f"WRONG, {len(wrong)} of {len(self.leaves)} leaves"
     lines = [
-      *columns(table, left=1),
+      *text.columns(table),
       f"Differences between {self.devices} devices and one after {self.steps}"
       " steps, as parts of the largest change of the leaf.",
       *(f"note: {note}" for note in self.notes),
@@ -188,7 +187,7 @@ def check_step(
     raise TypeError(f"`build` must be a function, got {build!r:.60}. {_BUILD}")
   # Without `axis_name`, a mesh has its own names.
   given = getattr(mesh, "axis_names", "") if axis_name is None else axis_name
-  axes = mesh_axes(given, mesh)
+  axes = arguments.mesh_axes(given, mesh)
   batch = batch if isinstance(batch, tuple) else (batch,)
   for name, x in leaf_util.named_leaves(batch):
     if not leaf_util.is_array(x) and not isinstance(x, int | float):

@@ -248,16 +248,9 @@ class Owners:
   def _init_on(self, mesh, params):
     """Makes the state in plain jit over a mesh."""
     _require_replicated(params)
-    axes, make = self.options.axes, self.init
+    axes, part = self.options.axes, sharded_table.types_of_part(params)
     self._require_devices(mesh.shape[axes[-1]], params)
-    for axis in reversed(axes):
-      make = jax.vmap(
-        make, in_axes=None, axis_name=axis, axis_size=mesh.shape[axis]
-      )
-    local = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape[len(axes) :], x.dtype),
-      jax.eval_shape(make, sharded_table.types_of_part(params)),
-    )
+    local = collectives.shapes_on_device(self.init, part, mesh, axes)
     # Owners are along the last axis. Along the others they have copies.
     split = PartitionSpec(axes[-1])
     made = whole_batch.mapped(

@@ -43,7 +43,7 @@ class ArrayRows(NamedTuple):
     packed = mask_pack(table, plan.layout, kernels=plan.kernels)
     # Replicas are bit-identical only with positive zeros. Only the new table is
     # used from here on: XLA would copy the old one if it were used again.
-    (table,) = plus_zero_where(packed.negative, (table,))
+    table = plus_zero_where(packed.negative, table)
     total = jnp.zeros(len(plan.tables), jnp.int32)
     return cls(table, indexing.index(packed.words), total)
 

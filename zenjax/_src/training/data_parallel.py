@@ -287,23 +287,22 @@ def _check_batch(batch: tuple[Any, ...], devices: int) -> None:
         " opt_state)` in the first argument, and return `((params, opt_state),"
         " aux)`."
       )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
-      place = f"[{position}]{jax.tree_util.keystr(path)}"
-      this = f"`batch{place}` of `step(state, *batch)`"
-      if _is_raw_key(leaf):
-        raise ValueError(
-          f"{this} is a raw key of `jax.random.PRNGKey`, which would be split."
-          " Give `jax.random.key(seed)` or `jax.random.wrap_key_data(key)`, so"
-          " that each device draws different numbers."
-        )
-      rows = np.shape(leaf)[:1]
-      if not _is_key(leaf) and (rows in ((), (0,)) or rows[0] % devices):
-        array = leaf_util.is_array(leaf)
-        shown = f"shape {leaf.shape}" if array else repr(leaf)
-        raise ValueError(
-          f"{this} must be split over {devices} devices along its first"
-          f" dimension, got {shown}. {_remedy(leaf, devices)}"
-        )
+  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    this = f"`batch{jax.tree_util.keystr(path)}` of `step(state, *batch)`"
+    if _is_raw_key(leaf):
+      raise ValueError(
+        f"{this} is a raw key of `jax.random.PRNGKey`, which would be split."
+        " Give `jax.random.key(seed)` or `jax.random.wrap_key_data(key)`, so"
+        " that each device draws different numbers."
+      )
+    rows = np.shape(leaf)[:1]
+    if not _is_key(leaf) and (rows in ((), (0,)) or rows[0] % devices):
+      array = leaf_util.is_array(leaf)
+      shown = f"shape {leaf.shape}" if array else repr(leaf)
+      raise ValueError(
+        f"{this} must be split over {devices} devices along its first"
+        f" dimension, got {shown}. {_remedy(leaf, devices)}"
+      )
 
 
 def _is_raw_key(x: Any) -> bool:

@@ -170,7 +170,7 @@ class _AnyPlan(tuple):
 
 def accumulates_local(node: optax.MultiStepsState) -> bool:
   """Returns True if `MultiSteps` is around `zen_sync`, not behind it."""
-  kinds: Any = sync_state.ZenSyncState | PerDeviceState | CompressState
+  kinds: Any = ZenSyncState | PerDeviceState | CompressState
   return bool(sync_state.nodes(node.inner_opt_state, kinds))
 
 
@@ -306,11 +306,8 @@ def _shapes(
 
   Only `axes` are bound, so a residual over another axis is refused.
   """
-  for axis in axes:
-    size = mesh.shape[axis]
-    init = jax.vmap(init, in_axes=None, axis_name=axis, axis_size=size)
   try:
-    made = jax.eval_shape(init, params)
+    return collectives.shapes_on_device(init, params, mesh, axes)
   except ValueError as error:
     if isinstance(error.__cause__, NameError):  # Another axis is not bound.
       raise ValueError(
@@ -318,9 +315,6 @@ def _shapes(
         f" got {axes}. {error}"
       ) from error
     raise
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape[len(axes) :], x.dtype), made
-  )
 
 
 def on_mesh(tree: Any, mesh: Mesh, specs: Any) -> Any:

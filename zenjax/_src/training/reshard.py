@@ -140,7 +140,7 @@ def from_checkpoint(
   axes = arguments.mesh_axes(axis_name, mesh)
   copies = sharding.replica_axes(replicas, axes, mesh)
   devices = math.prod([mesh.shape[axis] for axis in axes])
-  others = iter([] if like is None else sharded_table.nodes(like))
+  others = iter(sharded_table.nodes(like))
 
   def on_owners(table: Any) -> Any:
     if not is_sharded(table):
