@@ -286,11 +286,8 @@ def _compared(
 ) -> tuple[_Run, _Run, _Run]:
   """Trains on the mesh, on one device, and there with examples reversed."""
   (device, *_) = [d for d in mesh.devices.flat if d in jax.local_devices()]
-  single = Mesh(
-    np.array(device).reshape([1] * mesh.devices.ndim),
-    mesh.axis_names,
-    axis_types=mesh.axis_types,
-  )
+  ones, names = [1] * mesh.devices.ndim, mesh.axis_names
+  single = jax.make_mesh(ones, names, mesh.axis_types, devices=[device])
   runs = []
   parts = math.prod([mesh.shape[axis] for axis in axes])
   both = [batch, _reversed(batch, parts)]

@@ -186,12 +186,8 @@ def _split_spec(leaf: Any, split: PartitionSpec) -> PartitionSpec:
 def own_nodes(state: Any) -> list[tuple[str, Any]]:
   """Lists by name the nodes that know for how many devices they were made."""
   is_own = lambda node: isinstance(node, _OWN)
-  empty = lambda x: not jax.tree.leaves(x)
-  return [
-    (name, node)
-    for name, node in leaf_util.named_leaves(state, is_own)
-    if is_own(node) and not empty(node)
-  ]
+  named = leaf_util.named_leaves(state, is_own)
+  return [(k, x) for k, x in named if is_own(x) and jax.tree.leaves(x)]
 
 
 class _HasInit(Protocol):
