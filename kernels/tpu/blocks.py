@@ -37,11 +37,9 @@ class Sizes(NamedTuple):
     return pl.cdiv(pl.cdiv(self.words, self.per_unit), self.units)
 
 
-def sizes_of(
-  table: jax.Array, layout: Layout, most_bytes: int = BLOCK
-) -> Sizes:
+def sizes_of(table: jax.Array, layout: Layout) -> Sizes:
   """Returns the sizes; raises NotImplementedError if there are none."""
-  rows, width = table.shape
+  width = table.shape[1]
   itemsize = table.dtype.itemsize
   if itemsize > 4 or table.dtype == jnp.float16:
     raise NotImplementedError(
@@ -57,7 +55,7 @@ def sizes_of(
   # A unit's rows fill the lanes, for every byte of a 32-bit word.
   few = LANES * (4 // itemsize)
   least = few // math.gcd(few, 32 * m)
-  fits = min((LANES - 1) // m, most_bytes // (32 * m * width * itemsize))
+  fits = min((LANES - 1) // m, BLOCK // (32 * m * width * itemsize))
   per_unit = max(least, fits // least * least)
   unit = 32 * m * per_unit
   half = pl.cdiv(per_unit * m + 1, LANES) * LANES
@@ -71,7 +69,7 @@ def sizes_of(
     )
   units = min(_MOST_UNITS, pl.cdiv(pl.cdiv(words, per_unit), 8) * 8)
   together = 1
-  while units % (2 * together) == 0 and 2 * together * block <= most_bytes:
+  while units % (2 * together) == 0 and 2 * together * block <= BLOCK:
     together *= 2
   return Sizes(
     across=width % LANES != 0,

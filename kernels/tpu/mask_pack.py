@@ -34,14 +34,10 @@ _NONZERO, _NEGATIVE = 1, 2
 
 
 def mask_pack(
-  table: jax.Array,
-  layout: Layout,
-  *,
-  interpret: Any = False,
-  most_bytes: int = blocks.BLOCK,
+  table: jax.Array, layout: Layout, *, interpret: Any = False
 ) -> Packed:
-  """See `reference.mask_pack`; a block has at most `most_bytes`."""
-  sizes = blocks.sizes_of(table, layout, most_bytes)
+  """See `reference.mask_pack`."""
+  sizes = blocks.sizes_of(table, layout)
   table = loadable(table, interpret)
   out = _call(table, sizes, blocks.weights_of(table.dtype, sizes), interpret)
   width = sizes.per_unit * sizes.groups

@@ -33,7 +33,6 @@ def merge(
   dtype: jnp.dtype,
   *,
   interpret: Any = False,
-  most_rows: int = in_words.MOST_ROWS,
 ) -> reference.Union:
   """See `reference.merge`."""
   if rows.dtype.name not in ("float32", "bfloat16") or rows.shape[2] % LANES:
@@ -49,8 +48,8 @@ def merge(
       f" a capacity of {capacity}"
     )
   union, position = reference.place(slots, limit, num_slots, capacity)
-  n, count, width = rows.shape
-  cut = in_words.cut_of(rows, most_rows)
+  n, _, width = rows.shape
+  cut = in_words.cut_of(rows)
   blocks = pl.cdiv(capacity, cut.rows)
   # How many chunks of lanes the positions of a range may cover.
   chunks = pl.cdiv(cut.rows - 1, LANES) + 1

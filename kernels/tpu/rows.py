@@ -39,14 +39,13 @@ def compact(
   capacity: int,
   *,
   interpret: Any = False,
-  most_rows: int = in_words.MOST_ROWS,
 ) -> tuple[jax.Array, jax.Array]:
-  """See `reference.compact`; a block has at most `most_rows`.
+  """See `reference.compact`.
 
   XLA finds the slots, because they are few. The kernel moves existing rows
   directly to their place in the buffer.
   """
-  cut, width = _cut_of(table, capacity, most_rows), table.shape[1]
+  cut, width = _cut_of(table, capacity), table.shape[1]
   slots, row = reference.chosen(bitmap, layout, first, capacity)
   raw = loadable(table, interpret)
   gathered = pl.pallas_call(
@@ -73,10 +72,9 @@ def expand(
   values: jax.Array,
   *,
   interpret: Any = False,
-  most_rows: int = in_words.MOST_ROWS,
 ) -> jax.Array:
-  """See `reference.expand`; a block has at most `most_rows`."""
-  cut, width = _cut_of(table, row.size, most_rows), table.shape[1]
+  """See `reference.expand`."""
+  cut, width = _cut_of(table, row.size), table.shape[1]
   raw = loadable(table, interpret)
   whole, last = in_words.split(raw, cut, interpret)
   written, last = pl.pallas_call(
@@ -102,7 +100,7 @@ def expand(
   return lax.bitcast_convert_type(written, table.dtype)
 
 
-def _cut_of(table, count, most_rows):
+def _cut_of(table, count):
   """Returns the cut; raises NotImplementedError if rows cannot be moved."""
   dtype, width = table.dtype, table.shape[1]
   if dtype.itemsize > 4 or dtype == jnp.float16 or width % LANES:
@@ -113,7 +111,7 @@ def _cut_of(table, count, most_rows):
     )
   if count < 1:
     raise NotImplementedError("at least one row to move, got none")
-  return in_words.cut_of(table, most_rows)
+  return in_words.cut_of(table)
 
 
 def _words(cut):

@@ -19,7 +19,7 @@ from zenjax._src.core import wire
 LANES = 128
 TILE = 8  # words of a column
 _BLOCK = 1 << 20  # bytes of words that are copied at the same time
-MOST_ROWS = 256
+MOST_ROWS = 256  # of a block
 _MOST_COLUMNS = 2048  # limits the code, which is unrolled over tiles of a row
 
 
@@ -51,12 +51,11 @@ class Cut(NamedTuple):
     return word, (at - word * self.pack) * self.bits
 
 
-def cut_of(table: jax.Array, most_rows: int = MOST_ROWS) -> Cut:
+def cut_of(table: jax.Array) -> Cut:
   """Returns a cut that fits in memory twice, together with two result blocks.
 
   Args:
     table: The table `[..., R, D]` whose rows move.
-    most_rows: An upper bound for the rows of a block.
 
   Raises:
     NotImplementedError: The table has too few rows.
@@ -73,7 +72,7 @@ def cut_of(table: jax.Array, most_rows: int = MOST_ROWS) -> Cut:
   least = TILE * pack
   columns = _columns(width)
   fits = _BLOCK // (columns * 4) // least * least
-  return Cut(num_rows, pack, min(most_rows, fits), columns)
+  return Cut(num_rows, pack, min(MOST_ROWS, fits), columns)
 
 
 def _columns(width):

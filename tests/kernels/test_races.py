@@ -52,6 +52,11 @@ CASES = [
 NAMES = [f"{case.__name__}-{shape}" for case, shape in CASES]
 
 
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch):
+  monkeypatch.setattr("zenjax.kernels.tpu.words.MOST_ROWS", 16)
+
+
 def run(case, shape, **options: Any):
   """The result of the kernel, of the reference, and whether there is a race."""
   names = {field.name for field in dataclasses.fields(pltpu.InterpretParams)}
@@ -59,13 +64,7 @@ def run(case, shape, **options: Any):
     options["on_race"] = "warn"
   params = pltpu.InterpretParams(detect_races=True, **options)
   operation, args = operations.OPERATIONS[case.__name__], case(shape)
-  kernel = jax.jit(
-    lambda: operation.kernel("tpu")(
-      *args,
-      interpret=params,
-      most_rows=16,  # Several blocks of a few rows.
-    )
-  )
+  kernel = jax.jit(lambda: operation.kernel("tpu")(*args, interpret=params))
   got = jax.block_until_ready(kernel())
   races = interpret_pallas_call.races
   assert races is not None and any(races.writes.values())

@@ -1,7 +1,6 @@
 """Kernels give the bits of their references, interpreted."""
 
 import functools
-from typing import Any
 
 import hypothesis
 from hypothesis import strategies as st
@@ -83,25 +82,24 @@ def each_of(shapes):
   return pytest.mark.parametrize("platform, case", cases, ids=str)
 
 
-def both(name, platform, options, *static):
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch):
+  """Makes kernels for TPUs cut small tables into several blocks."""
+  monkeypatch.setattr("zenjax.kernels.tpu.words.MOST_ROWS", 64)
+  monkeypatch.setattr("zenjax.kernels.tpu.blocks.BLOCK", 32 << 10)
+
+
+def both(name, platform, *static):
   """The kernel and the reference of an operation, compiled."""
   operation = OPERATIONS[name]
-  kernel = functools.partial(
-    operation.kernel(platform), interpret=True, **options
-  )
+  kernel = functools.partial(operation.kernel(platform), interpret=True)
   runs = kernel, operation.reference
   return [jax.jit(lambda *x, run=run: run(*x, *static)) for run in runs]
 
 
-def blocks(platform: str, **small: int) -> dict[str, Any]:
-  """Several blocks of a small table."""
-  return small if platform == "tpu" else {}
-
-
 @each_of(TABLES)
 def test_mask_pack(platform, case):
-  options = blocks(platform, most_bytes=32 << 10)
-  kernel, reference = both("mask_pack", platform, options, case.layout)
+  kernel, reference = both("mask_pack", platform, case.layout)
 
   @examples
   @hypothesis.given(SEEDS, DENSITIES, st.sampled_from([0.0, 0.01, 1.0]))
@@ -115,7 +113,6 @@ def test_mask_pack(platform, case):
 @each_of(BUFFERS)
 def test_compact(platform, case):
   shape, capacity = case
-  options = blocks(platform, most_rows=64)
 
   def run(implementation, table, first):
     words = OPERATIONS["mask_pack"].reference(table, shape.layout).words
@@ -123,9 +120,7 @@ def test_compact(platform, case):
     return implementation(table, bitmap, shape.layout, first, capacity)
 
   operation = OPERATIONS["compact"]
-  kernel = functools.partial(
-    operation.kernel(platform), interpret=True, **options
-  )
+  kernel = functools.partial(operation.kernel(platform), interpret=True)
   kernel = jax.jit(functools.partial(run, kernel))
   reference = jax.jit(functools.partial(run, operation.reference))
 
@@ -145,7 +140,7 @@ def test_compact(platform, case):
 @each_of(BUFFERS)
 def test_expand(platform, case):
   shape, capacity = case
-  kernel, reference = both("expand", platform, blocks(platform, most_rows=64))
+  kernel, reference = both("expand", platform)
 
   @examples
   @hypothesis.given(SEEDS, DENSITIES)
@@ -167,8 +162,7 @@ def test_expand(platform, case):
 
 @each_of(RECEIVED)
 def test_merge(platform, case):
-  options = blocks(platform, most_rows=64)
-  kernel, reference = both("merge", platform, options, *case[3:5], jnp.float32)
+  kernel, reference = both("merge", platform, *case[3:5], jnp.float32)
 
   @examples
   @hypothesis.given(SEEDS, DENSITIES, st.sampled_from([0.0, 0.3, 1.0]))

@@ -5,11 +5,11 @@ from typing import Any, Literal, overload
 
 import jax
 import numpy as np
-import optax
 
 from zenjax._src.compress import compress_state
 from zenjax._src.compress.compress_state import CompressState
 from zenjax._src.machine.cost import Profile
+from zenjax._src.rows import norm
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.sync_state import Last
@@ -184,7 +184,7 @@ def compressed(state: Any) -> Stats:
 
 
 # In `jit`, because no device has all residuals.
-_global_norm = jax.jit(optax.global_norm)
+_global_norm = jax.jit(norm.global_norm)
 
 
 def profile(state: Any) -> dict[str, Profile]:
