@@ -122,17 +122,14 @@ def permute(
   A device that is not a destination receives an arbitrary value.
   `vmap` supports full permutations only, so further pairs are added.
   """
-  n = lax.axis_size(axis)
-  sources, destinations = ({p[i] for p in pairs} for i in (0, 1))
-  idle = [i for i in range(n) if i not in sources]
-  deaf = [i for i in range(n) if i not in destinations]
+  devices = set(range(lax.axis_size(axis)))
+  idle = devices - {source for source, _ in pairs}
+  deaf = devices - {destination for _, destination in pairs}
   # A device in no pair sends to itself. The other idle devices send to those
   # that nobody sends to.
-  alone = [i for i in idle if i in deaf]
-  completed = zip(
-    [i for i in idle if i not in alone], [i for i in deaf if i not in alone]
-  )
-  return lax.ppermute(x, axis, [*pairs, *((i, i) for i in alone), *completed])
+  itself = [(i, i) for i in sorted(idle & deaf)]
+  completed = zip(sorted(idle - deaf), sorted(deaf - idle))
+  return lax.ppermute(x, axis, [*pairs, *itself, *completed])
 
 
 def psum(x: jax.Array, axes: Axes) -> jax.Array:
