@@ -55,7 +55,7 @@ class Leaf(NamedTuple):
     # Rows that fill the room are repeated, and add nothing.
     first = np.arange(self.room) < np.array([len(x) for x in rows])[:, None]
     values = np.take_along_axis(stack, ids[..., None], axis=1)
-    make = lambda *x: zenjax.SparseRows(*x, self.num_rows)
+    make = lambda ids, rows: zenjax.SparseRows(ids, rows, self.num_rows)
     return jax.vmap(make)(ids, values * first[..., None])
 
 
@@ -120,7 +120,7 @@ def test_what_tune_promises(seed):
   state = tx.init(
     {k: jnp.zeros((x.num_rows, x.width)) for k, x in leaves.items()}
   )
-  costs = []
+  costs, before = [], None
   for _ in range(4):
     costs.append(0.0)
     for batch in batches:
