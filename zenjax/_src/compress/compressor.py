@@ -19,13 +19,13 @@ from zenjax._src.schemes.base import Message
 
 
 class Reduced(NamedTuple):
-  """The result of a compressed sum; leaves by name."""
+  """The result of a compressed sum, of leaves by name or of one vector."""
 
-  sums: dict[str, jax.Array]  # or means; equal on all devices
-  kept: dict[str, jax.Array]  # what this device has to send later
+  sums: Any  # or means; equal on all devices, zero where nothing was sent
+  kept: Any  # what this device has to send later
   memory: Any  # for the next step; equal on all devices
   # Whether a number was sent whole, bool; None for compressors that send all.
-  sent: dict[str, jax.Array] | None = None
+  sent: Any = None
   # Of [] each, equal on all devices, as `Compressor.stats` names them.
   stats: tuple[jax.Array | float, ...] = ()
   more_bytes: jax.Array | float = 0.0  # received beyond `messages`

@@ -36,13 +36,6 @@ class Window(NamedTuple):
   magnitude: jax.Array  # [longest]
   inside: jax.Array  # [longest] bool, whether an element is in the partition
 
-  def reaching(self, bar: jax.Array) -> jax.Array:
-    """`[longest] bool`, the elements that are not below `bar`.
-
-    NaN is not below anything, so it is sent with the next selection.
-    """
-    return ~(self.magnitude < bar) & self.inside
-
 
 def window(
   acc: jax.Array, start: jax.Array, end: jax.Array, longest: int
@@ -74,7 +67,7 @@ class Selection(NamedTuple):
 
 
 def select(
-  seen: Window, bar: jax.Array, part: jax.Array, key: jax.Array
+  seen: Window, bar: jax.Array, part: jax.Array | int, key: jax.Array
 ) -> Selection:
   """Selects a part of the elements of a window that reach a bar.
 
@@ -90,7 +83,9 @@ def select(
   urgent = jnp.any(seen.inside & ~lax.is_finite(seen.magnitude))
   bar = jnp.where(urgent, jnp.inf, bar)
   part = jnp.where(urgent, 1, part)
-  large = jnp.pad(seen.reaching(bar), (0, -seen.inside.shape[0] % 32))
+  # NaN is not below anything.
+  large = ~(seen.magnitude < bar) & seen.inside
+  large = jnp.pad(large, (0, -large.shape[0] % 32))
   bitmap = indexing.index(indexing.pack(large))
   total = bitmap.total.astype(jnp.float32)
   sent = jnp.ceil(total * part).astype(jnp.int32)
@@ -147,7 +142,7 @@ def exchange(
     return chosen.indices(turn * capacity, capacity, size)
 
   def mark(union, index):
-    flat = _distinct(index.reshape(-1), size)
+    flat = distinct(index.reshape(-1), size)
     return indexing.put(union, flat, jnp.ones(flat.shape, bool))
 
   first = jnp.append(chosen.sent, local_indices(jnp.int32(0)))
@@ -169,7 +164,7 @@ def exchange(
   def send(carry):
     part, update, kept = carry
     number = part * room + jnp.arange(room, dtype=jnp.int32)
-    index = _distinct(indexing.select(bitmap, number), size)
+    index = distinct(indexing.select(bitmap, number), size)
     values = indexing.take_or(kept, index, 0)
     # First read, then clear in place: else XLA copies the vector each time.
     values, kept = lax.optimization_barrier((values, kept))
@@ -211,7 +206,7 @@ def _room(n: int, capacity: int) -> int:
   return n * math.ceil(_FULL * capacity)
 
 
-def _distinct(index: jax.Array, size: int) -> jax.Array:
+def distinct(index: jax.Array, size: int) -> jax.Array:
   """Makes padding, `size` and more, distinct."""
   nowhere = size + jnp.arange(index.shape[0], dtype=jnp.int32)
   return jnp.where(index < size, index, nowhere)

@@ -16,8 +16,8 @@ from zenjax._src.compress import element_exchange
 from zenjax._src.compress import partitions
 from zenjax._src.compress import sparsifier
 from zenjax._src.compress import thresholds
+from zenjax._src.compress.compressor import Reduced
 from zenjax._src.compress.partitions import Division
-from zenjax._src.compress.sparsifier import Selected
 from zenjax._src.compress.sparsifier import Sparsifier
 from zenjax._src.core import arguments
 from zenjax._src.core import compat
@@ -109,7 +109,7 @@ class _Partitioned(Sparsifier):
     memory: Any,
     key: jax.Array,
     context: Context,
-  ) -> Selected:
+  ) -> Reduced:
     """Moves partitions by the last step's counts, and selects."""
     del sizes
     axes, n = context.axes, context.devices
@@ -143,7 +143,7 @@ class _Partitioned(Sparsifier):
       received_bytes(each, context) for each in self._messages(plan, context)
     )
     again = lambda count: jnp.asarray(count - 1, jnp.float32)
-    return Selected(
+    return Reduced(
       sums=out.update,
       kept=out.kept,
       sent=out.sent,

@@ -4,7 +4,7 @@ import abc
 from collections.abc import Mapping, Sequence
 import itertools
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 import warnings
 
 import jax
@@ -28,17 +28,6 @@ from zenjax._src.schemes.base import Message
 _MUCH = 0.25
 
 
-class Selected(NamedTuple):
-  """The result of a sparsifier for one vector."""
-
-  sums: jax.Array  # [S], or means; zero where nothing was sent
-  kept: jax.Array  # [S]
-  sent: jax.Array  # [S] bool, the numbers that this device sent
-  memory: Any
-  stats: tuple[jax.Array, ...]  # as `Sparsifier.stats` names them
-  more_bytes: jax.Array | float = 0.0  # received beyond `messages`
-
-
 class Sparsifier(Compressor):
   """A compressor that sends a few numbers of each device, and no others.
 
@@ -57,7 +46,7 @@ class Sparsifier(Compressor):
     memory: Any,
     key: jax.Array,
     context: Context,
-  ) -> Selected:
+  ) -> Reduced:
     """Selects numbers of a vector, and sums them over devices.
 
     Args:
@@ -102,12 +91,8 @@ class Sparsifier(Compressor):
     if within:
       part = summed(collectives.all_to_all(rows, within), within)
     out = self.select(part.reshape(-1), sizes, memory, key, across)
-    sums, kept, sent, stats = (
-      out.sums[None],
-      out.kept[None],
-      out.sent[None],
-      out.stats,
-    )
+    sums, kept, sent = (x[None] for x in (out.sums, out.kept, out.sent))
+    stats = out.stats
     if within:
       # Momentum has to know what the sum of its level has sent.
       codes = jnp.pad(sent, ((0, 0), (0, -sent.shape[1] % 32)))
@@ -127,13 +112,8 @@ class Sparsifier(Compressor):
       rank = lax.axis_index(within)
       kept = jnp.zeros_like(rows).at[rank].set(out.kept)
     named = lambda rows: dict(zip(leaves, _leaves(rows, shapes, sizes)))
-    return Reduced(
-      sums=named(sums),
-      kept=named(kept),
-      memory=out.memory,
-      sent=named(sent),
-      stats=tuple(stats),
-      more_bytes=out.more_bytes,
+    return out._replace(
+      sums=named(sums), kept=named(kept), sent=named(sent), stats=tuple(stats)
     )
 
   def messages(
@@ -143,15 +123,12 @@ class Sparsifier(Compressor):
     messages = self.sent(sizes, across)
     if not within:
       return messages
-    devices = context.devices // across.devices
+    devices, size = context.devices // across.devices, sum(sizes)
+    gathered = size + -(-size // 32) + len(self.stats)
     return [
-      Message("all_to_all", within, devices * sum(sizes)),
+      Message("all_to_all", within, devices * size),
       *messages,
-      Message(
-        "all_gather",
-        within,
-        sum(sizes) + -(-sum(sizes) // 32) + len(self.stats),
-      ),
+      Message("all_gather", within, gathered),
     ]
 
   def _parts(

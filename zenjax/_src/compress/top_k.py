@@ -10,10 +10,12 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from zenjax._src.compress import element_exchange
 from zenjax._src.compress import sparsifier
 from zenjax._src.compress import thresholds
 from zenjax._src.compress.compressor import in_dtype
-from zenjax._src.compress.sparsifier import Selected
+from zenjax._src.compress.compressor import Reduced
+from zenjax._src.compress.element_exchange import Window
 from zenjax._src.compress.sparsifier import Sparsifier
 from zenjax._src.core import arguments
 from zenjax._src.core import collectives
@@ -62,7 +64,7 @@ class _OwnSelection(Sparsifier):
     memory: Any,
     key: jax.Array,
     context: Context,
-  ) -> Selected:
+  ) -> Reduced:
     size, start, chosen = x.shape[0], 0, []
     with jax.named_scope("zenjax/select"):
       for number, length in enumerate(sizes):
@@ -71,15 +73,9 @@ class _OwnSelection(Sparsifier):
         index = self.indices(leaf, count(self.density, length), drawn)
         chosen.append(jnp.where(index < length, index + start, size))
         start += length
-      index = jnp.concatenate(chosen)
-      # Padding is distinct, too.
-      nowhere = size + jnp.arange(index.shape[0], dtype=jnp.int32)
-      index = jnp.where(index < size, index, nowhere)
+      index = element_exchange.distinct(jnp.concatenate(chosen), size)
       values = indexing.take_or(x, index, 0)
-      if self.wire_dtype is None:
-        sent, left = values, jnp.zeros_like(values)
-      else:
-        sent, left = in_dtype(values, self.wire_dtype)
+      sent, left = in_dtype(values, self.wire_dtype or x.dtype)
     with jax.named_scope("zenjax/exchange"):
       ((came, values),) = wire.send(
         [(index[None], sent[None])], collectives.all_gather, context.axes
@@ -94,7 +90,7 @@ class _OwnSelection(Sparsifier):
     nothing = compat.cast_like(jnp.zeros(x.shape, x.dtype), values)
     total = lax.fori_loop(0, context.devices, add, nothing)
     part = jnp.mean((came < size).astype(jnp.float32)) * index.shape[0] / size
-    return Selected(
+    return Reduced(
       sums=context.scaled(total),
       # If there are more NaN and Inf than can be sent, the first ones tell.
       kept=jnp.where(lax.is_finite(x), indexing.put(x, index, left), 0),
@@ -273,7 +269,7 @@ class RandomK(Sparsifier):
     memory: Any,
     key: jax.Array,
     context: Context,
-  ) -> Selected:
+  ) -> Reduced:
     start, chosen = 0, []
     for number, length in enumerate(sizes):
       drawn = jax.random.fold_in(key, number)
@@ -286,16 +282,13 @@ class RandomK(Sparsifier):
     bad = ~jnp.all(lax.is_finite(x))
     values = values.at[0].set(jnp.where(bad, jnp.nan, values[0]))
     sums = context.scaled(collectives.psum(values, context.axes))
-    return Selected(
-      sums=indexing.put(
-        compat.cast_like(jnp.zeros(x.shape, x.dtype), sums), index, sums
-      ),
-      kept=jnp.where(
-        lax.is_finite(x), indexing.put(x, index, jnp.zeros_like(values)), 0
-      ),
+    zeros = compat.cast_like(jnp.zeros(x.shape, x.dtype), sums)
+    rest = indexing.put(x, index, jnp.zeros_like(values))
+    return Reduced(
+      sums=indexing.put(zeros, index, sums),
+      kept=jnp.where(lax.is_finite(x), rest, 0),
       sent=_marked(x, index),
       memory=memory,
-      stats=(),
     )
 
   def sent(self, sizes: Sequence[int], context: Context) -> list[Message]:
@@ -322,16 +315,10 @@ def _reaching(
   If there are more, those that come first after a random one. If there are NaN
   or Inf, these alone.
   """
-  size = x.shape[0]
-  bar = jnp.where(jnp.all(lax.is_finite(x)), bar, jnp.inf)
-  large = jnp.pad(~(jnp.abs(x) < bar), (0, -size % 32))
-  bitmap = indexing.index(indexing.pack(large))
-  number = jnp.arange(k, dtype=jnp.int32)
-  total = jnp.maximum(bitmap.total, 1)
-  first = jax.random.randint(key, (), 0, total, jnp.int32)
-  turned = lax.rem(first + number, total)
-  index = indexing.select(bitmap, turned)
-  return jnp.where(number < bitmap.total, index, size)
+  zero = jnp.int32(0)
+  leaf = Window(zero, jnp.abs(x), jnp.ones(x.shape, bool))
+  chosen = element_exchange.select(leaf, bar, 1, key)
+  return chosen.indices(zero, k, x.shape[0])
 
 
 def _drawn(key: jax.Array, k: int, size: int) -> jax.Array:
