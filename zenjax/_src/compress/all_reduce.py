@@ -146,18 +146,16 @@ def all_reduce(
     plan = dataclasses.replace(compressor, leaves=tuple(rest))
     sync = zen_sync.zen_sync(axis_name, op=op, plan=plan)
     tx: Any = _rest(sync, axis_name, momentum, nesterov)
-    exchanges: dict[tuple[int, str], set[str]] = {}
-    for leaf in compressor.leaves:
-      if leaf.compressor:
-        key = leaf.group, leaf.compressor
-        exchanges.setdefault(key, set()).add(leaf.name)
+    exchange_of = {
+      x.name: (x.group, x.compressor) for x in compressor.leaves if x.compressor
+    }
     # The outermost transformation sums first.
-    for number, key in reversed([*enumerate(sorted(exchanges))]):
-      _, name = key
+    exchanges = enumerate(sorted({*exchange_of.values()}))
+    for number, exchange in reversed([*exchanges]):
       tx = all_reduce(
-        registry.named(name),
+        registry.named(exchange[1]),
         axis_name,
-        leaves=lambda name, _, named=exchanges[key]: name in named,
+        leaves=lambda name, _, own=exchange: exchange_of.get(name) == own,
         others=tx,
         op=op,
         error_feedback=error_feedback,
@@ -173,20 +171,18 @@ def all_reduce(
       "`compressor` must be one of `zenjax.compress`, such as"
       f" `zenjax.compress.LowBit(bits=8)`, got {compressor!r:.60}."
     )
-  feedback = (
-    compressor.error_feedback if error_feedback is None else error_feedback
-  )
-  if not compressor.approximates and (feedback or dense_steps):
-    name = "error_feedback" if feedback else "dense_steps"
+  if error_feedback is None:
+    error_feedback = compressor.error_feedback
+  if not compressor.approximates and (error_feedback or dense_steps):
+    name = "error_feedback" if error_feedback else "dense_steps"
     raise ValueError(
       f"`{name}` must be left out with {compressor}, whose results do not"
       " approximate gradients."
     )
-  options = sync_options.check(axis_name, sparse=leaves, op=op)
   settings = _Settings(
     compressor=compressor,
-    options=options,
-    error_feedback=feedback,
+    options=sync_options.check(axis_name, sparse=leaves, op=op),
+    error_feedback=error_feedback,
     momentum=momentum,
     nesterov=nesterov,
     dense_steps=dense_steps,
@@ -332,9 +328,8 @@ def _rest(
           " Take all gradients with `jax.value_and_grad`, or give that table an"
           " optimizer of its own by `optax.partition`."
         )
-    if collectives.mesh_around(
-      axes, updates, None
-    ) is None or whole_batch.has_parts(updates):
+    around = collectives.mesh_around(axes, updates, None)
+    if around is None or whole_batch.has_parts(updates):
       return sync.update(updates, state, params, **extra_args)
     return updates, state  # In plain `jit`, XLA has summed all of them.
 
@@ -362,13 +357,12 @@ def _split(tree: Any, options: Options) -> tuple[Any, Any]:
         f"`leaves` chose leaf {name!r}, which is SparseRows. Leave it out, and"
         " `zen_sync` sends its rows."
       )
-  part = lambda mine: structure.unflatten(
-    [
-      leaf if wanted == mine else optax.MaskedNode()
-      for leaf, wanted in zip(leaves, chosen)
-    ]
+  both = list(zip(leaves, chosen))
+  gap = optax.MaskedNode()
+  return (
+    structure.unflatten([leaf if wanted else gap for leaf, wanted in both]),
+    structure.unflatten([gap if wanted else leaf for leaf, wanted in both]),
   )
-  return part(True), part(False)
 
 
 def _joined(mine: Any, rest: Any) -> Any:
@@ -448,7 +442,8 @@ def _summed(
   momenta, given = _with_momentum(given, own(state.momenta), settings)
   for name, waiting in own(state.residuals).items():
     given[name] += waiting
-  memory = jax.tree.map(_narrow, state.memory)
+  narrow = lambda x: x.astype(jnp.float32) if x.dtype == jnp.float64 else x
+  memory = jax.tree.map(narrow, state.memory)
   key = jax.random.fold_in(jax.random.key(settings.seed), state.step)
   dense = state.step < settings.dense_steps
   with jax.named_scope("zenjax/compress"):
@@ -470,11 +465,8 @@ def _summed(
   rounded = {
     name: in_dtype(out.sums[name], x.dtype) for name, x in leaves.items()
   }
-  sums = {name: x for name, (x, _) in rounded.items()}
-  for name, sent in (out.sent or {}).items():
-    if name in momenta:
-      zero = jnp.zeros_like(momenta[name])
-      momenta[name] = jnp.where(sent, zero, momenta[name])
+  if out.sent:
+    momenta = {k: jnp.where(out.sent[k], 0, x) for k, x in momenta.items()}
   new = state._replace(
     step=processes.compared(
       state.step + 1,
@@ -498,9 +490,8 @@ def _summed(
     for name, x in out.kept.items()
   }
   new = new._replace(residuals=stored(kept, state.residuals))
-  return jax.tree.structure(tree).unflatten(
-    [sums[name] for name in leaves]
-  ), new
+  sums = [x for x, _ in rounded.values()]
+  return jax.tree.structure(tree).unflatten(sums), new
 
 
 def _whole(
@@ -551,11 +542,6 @@ def _with_momentum(
     finite = lax.is_finite(new[name])
     new[name] = jnp.where(finite, new[name], jnp.zeros_like(x))
   return new, sent
-
-
-def _narrow(x: jax.Array) -> jax.Array:
-  """Casts float64 to float32."""
-  return x.astype(jnp.float32) if x.dtype == jnp.float64 else x
 
 
 def _bytes(

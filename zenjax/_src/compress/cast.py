@@ -11,12 +11,8 @@ from zenjax._src.core import arguments
 from zenjax._src.core import packing
 from zenjax._src.core import wire
 
-DTYPES = tuple(
-  map(
-    jnp.dtype,
-    (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2),
-  )
-)
+_KINDS = jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2
+DTYPES = tuple(map(jnp.dtype, _KINDS))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -70,7 +70,6 @@ class Blocks:
   size: int
   n: int
   blocks: int = BLOCKS
-  align: int = ALIGN
 
   def __post_init__(self):
     if self.n > self.blocks:
@@ -81,13 +80,13 @@ class Blocks:
     if not self.block:
       raise ValueError(
         f"`params` have {self.size} elements to compress, and ExDyna needs"
-        f" {self.blocks * self.align}. Use `zenjax.compress.MiCRO`."
+        f" {self.blocks * ALIGN}. Use `zenjax.compress.MiCRO`."
       )
 
   @property
   def block(self) -> int:
     """Elements of a block."""
-    return self.size // self.blocks // self.align * self.align
+    return self.size // self.blocks // ALIGN * ALIGN
 
   @property
   def unit(self) -> str:

@@ -64,16 +64,12 @@ class PowerSGD(Compressor):
   ) -> Any:
     """Returns the first `Q: [b, rank]` of each leaf that is not small."""
     del context
-    of_leaf = lambda number, shape: jax.random.normal(
-      jax.random.fold_in(jax.random.key(self.seed), number),
-      (shape[-1], self.rank),
-      jnp.float32,
-    )
-    return {
-      name: of_leaf(number, shape)
-      for number, (name, shape) in enumerate(shapes.items())
-      if self._pays(shape)
-    }
+    memory, key = {}, jax.random.key(self.seed)
+    for number, (name, shape) in enumerate(shapes.items()):
+      if self._pays(shape):
+        own, size = jax.random.fold_in(key, number), (shape[-1], self.rank)
+        memory[name] = jax.random.normal(own, size, jnp.float32)
+    return memory
 
   def reduce(
     self,

@@ -98,7 +98,7 @@ class Sparsifier(Compressor):
       codes = jnp.pad(sent, ((0, 0), (0, -sent.shape[1] % 32)))
       sections = sums, packing.packed(codes.astype(jnp.int32), 1)
       ((sums, words, *stats),) = wire.send(
-        [(*sections, *(x.reshape(1, 1) for x in stats))],
+        [(*sections, *(jnp.reshape(x, (1, 1)) for x in stats))],
         collectives.all_gather,
         within,
       )

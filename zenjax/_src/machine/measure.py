@@ -25,10 +25,7 @@ from zenjax._src.machine import link_models
 from zenjax._src.machine.link_models import Link
 from zenjax._src.machine.link_models import Work
 from zenjax._src.machine.topologies import Topology
-from zenjax.kernels.reference import compact
-from zenjax.kernels.reference import expand
-from zenjax.kernels.reference import mask_pack
-from zenjax.kernels.reference import merge
+from zenjax.kernels import reference
 
 # Bytes that a device receives, approximately.
 SIZES = tuple(1 << log for log in (12, 15, 18, 20, 22, 24))
@@ -98,9 +95,8 @@ def measure_links(
     words = max(round(size / 4 / steps), 1)
     points.append((steps, 4 * words * steps))
     programs.append(_collective(op, mesh, axis, words))
-  shape = len(axes), -1
-  all_seconds = medians(programs, repeats).reshape(shape)
-  all_points = np.array(points, float).reshape(*shape, 2)
+  all_seconds = medians(programs, repeats).reshape(len(axes), -1)
+  all_points = np.array(points, float).reshape(len(axes), -1, 2)
   links, misses = [], []
   for axis, points, seconds in zip(axes, all_points, all_seconds):
     messages, received = points.T
@@ -124,11 +120,10 @@ def measure_links(
 
 
 def _axes(mesh: Mesh, axis_name) -> tuple[str, ...]:
-  several = tuple(a for a in mesh.axis_names if mesh.shape[a] > 1)
-  axes = several
+  axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
   if axis_name is not None:
     axes = arguments.mesh_axes(axis_name, mesh)
-  if not axes or not set(axes) <= set(several):
+  if not axes or any(mesh.shape[axis] == 1 for axis in axes):
     raise ValueError(
       "`axis_name` must name axes with several devices, got"
       f" {axis_name!r} for a mesh of {dict(mesh.shape)}."
@@ -173,8 +168,7 @@ def _collective(
   """Compiles a collective along an axis, for all groups of devices along it."""
   shape = mesh.shape[axis], words
   x = on_each(lambda: jnp.zeros(shape, jnp.uint32), mesh)()
-  compiled = on_each(lambda x: _OPS[op](x, axis), mesh)
-  compiled = compiled.lower(x).compile()
+  compiled = on_each(lambda x: _OPS[op](x, axis), mesh).lower(x).compile()
   return lambda: compiled(x)
 
 
@@ -240,8 +234,7 @@ def measure_work(mesh: Mesh | None = None, *, repeats: int = 7) -> Work:
     (True, True)
   """
   require_positive("`repeats`", repeats)
-  if mesh is None:
-    mesh = Mesh(np.array(jax.devices()), ("device",))
+  mesh = mesh or Mesh(np.array(jax.devices()), ("device",))
   scale = 1 if mesh.devices.flat[0].platform == "cpu" else _LARGER
   programs = [_mask(mesh, rows * scale, width) for rows, width in _TABLES]
   programs += [_move(mesh, rows * scale, width) for rows, width in _MOVED]
@@ -263,7 +256,7 @@ def measure_work(mesh: Mesh | None = None, *, repeats: int = 7) -> Work:
 def _mask(mesh: Mesh, rows: int, width: int) -> Callable[[], Any]:
   """Returns a program that finds the nonzero rows of a table."""
   layout = Layout(num_rows=rows, groups=mesh.size)
-  find = on_each(lambda t: (mask_pack(t, layout).words,), mesh)
+  find = on_each(lambda t: (reference.mask_pack(t, layout).words,), mesh)
   table = on_each(lambda: jnp.zeros((rows, width)), mesh)()
   return lambda: find(table)
 
@@ -281,10 +274,11 @@ def _move(mesh: Mesh, rows: int, width: int) -> Callable[[], Any]:
 
   def move(table, words, ids):
     bitmap = indexing.index(words)
-    _, packed = compact(table, bitmap, layout, jnp.zeros(n, jnp.int32), each)
-    union = merge(ids, packed, jnp.int32(slots), slots, n * each, table.dtype)
+    start, limit = jnp.zeros(n, jnp.int32), jnp.int32(slots)
+    _, packed = reference.compact(table, bitmap, layout, start, each)
+    union = reference.merge(ids, packed, limit, slots, n * each, table.dtype)
     row = layout.row(jnp.zeros_like(union.slots), union.slots)
-    return expand(table, row, union.rows), union.total
+    return reference.expand(table, row, union.rows), union.total
 
   move_all = on_each(move, mesh, donate=0)
   table = on_each(lambda: jnp.zeros((rows * 8, width)), mesh)()

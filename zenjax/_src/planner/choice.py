@@ -6,18 +6,15 @@ exchanges is tried: each leaf takes the best way that the set allows, and the
 set with the shortest step wins.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import itertools
 import math
-from typing import TypeVar
 
 from zenjax._src.machine.cost import Prediction
+from zenjax._src.machine.cost import Way
 from zenjax._src.sync import plans
 from zenjax._src.sync.plans import DENSE
-
-# A way, as its caller names it.
-_Way = TypeVar("_Way")
 
 # Predictions have errors. A way replaces the dense sum only if its predicted
 # time is less than this part of the dense sum's.
@@ -46,12 +43,12 @@ def _raised(prediction: Prediction) -> Prediction:
 
 
 def choose(
-  leaves: Sequence[Mapping[_Way, Prediction]],
+  leaves: Sequence[Mapping[Way, Prediction]],
   *,
   limit: float = math.inf,
   most: float = math.inf,
   worth: float = 1.0,
-) -> list[_Way] | None:
+) -> list[Way] | None:
   """Returns the way of each leaf that makes the step shortest.
 
   Args:
@@ -88,8 +85,8 @@ def choose(
 
 
 def _within(
-  leaves: Sequence[Mapping[_Way, Prediction]], limit: float
-) -> list[_Way] | None:
+  leaves: Sequence[Mapping[Way, Prediction]], limit: float
+) -> list[Way] | None:
   """Returns the fastest ways whose memory is within the limit.
 
   While memory is exceeded, it takes the slower way that costs the least time
@@ -118,24 +115,19 @@ def _within(
     chosen[leaf] = way
 
 
-def reason(
-  ways: Mapping[_Way, Prediction],
-  chosen: _Way,
-  in_words: Callable[[_Way], str],
-) -> str:
+def reason(ways: Mapping[Way, Prediction], chosen: Way) -> str:
   """Compares the chosen way with the next best one, in words for a plan.
 
   Args:
     ways: All ways of a leaf, each as if the leaf had its own exchange.
     chosen: The chosen way.
-    in_words: Returns the name of a way.
   """
   times = {way: x.seconds for way, x in ways.items() if way != chosen}
   if not times:
     return ""
   second = min(times, key=lambda way: times[way])
   ratio = times[second] / max(ways[chosen].seconds, 1e-12)
-  text = f"{in_words(second)} takes {ratio:.3g}x as long"
+  text = f"{plans.in_words(*second)} takes {ratio:.3g}x as long"
   if MARGIN <= ratio < 1 / MARGIN:
     return f"{text}, within the error of predictions"
   if ratio >= 1:

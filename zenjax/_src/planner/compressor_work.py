@@ -66,8 +66,7 @@ def measure_compressors(
   measure.require_positive("`repeats`", repeats)
   compressors = questions.compressors_of(compressors)
   gradients = questions.gradients_of(value_and_grad, args)
-  if mesh is None:
-    mesh = Mesh(np.array(jax.devices()), ("device",))
+  mesh = mesh or Mesh(np.array(jax.devices()), ("device",))
   context = Context(axes=(_ALONE,), sizes=(1,), mean=True)
   programs = {}
   for compressor in compressors:

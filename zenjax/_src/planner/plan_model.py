@@ -29,11 +29,8 @@ from zenjax._src.planner.questions import Question
 from zenjax._src.rows import leaf_util
 from zenjax._src.sync import plans
 from zenjax._src.sync.plans import Alternative
-from zenjax._src.sync.plans import form_of
-from zenjax._src.sync.plans import FORMS
 from zenjax._src.sync.plans import LeafPlan
 from zenjax._src.sync.plans import Plan
-from zenjax._src.sync.plans import XLA
 
 # Buffers get more rows than the mean step needs, because steps differ.
 _SPARE = 1.05
@@ -199,11 +196,7 @@ def plan(
     memory_bytes=limit,
   )
   if tx is None:
-    given = {
-      "memory_bytes": memory_bytes,
-      "forms": forms,
-      "clip_norm": clip_norm,
-    }
+    given = dict(memory_bytes=memory_bytes, forms=forms, clip_norm=clip_norm)
     for name, value in given.items():
       if value is not None:
         raise ValueError(
@@ -270,7 +263,7 @@ def _with_optimizer(
     "forms", forms, tables, "tables that the loss uses only by lookups"
   )
   for name, form in forms.items():
-    arguments.one_of(f"forms[{name!r}]", form, list(FORMS))
+    arguments.one_of(f"forms[{name!r}]", form, list(plans.FORMS))
   return dataclasses.replace(
     question, optimizer=Optimizer(tx, args[0], clip_norm), forms=forms
   )
@@ -303,7 +296,7 @@ def answer(question: Question) -> Plan:
   why = f"with compression, a step takes {ratio:.3g}x as long"
   if ratio < 1:
     why += ", within the error of predictions"
-  if forms := [form for form in refused if form != XLA]:
+  if forms := [form for form in refused if form != plans.XLA]:
     why += f" (tables cannot be {' or '.join(forms)}: {refused[forms[0]]})"
   return _not_compressed(plain, question, why)
 
@@ -366,7 +359,7 @@ def _of_tables(
     {
       way: x
       for way, x in possible[i].items()
-      if form in (None, form_of(way.scheme))
+      if form in (None, plans.form_of(way.scheme))
     }
     for i, form in zip(tables, map(question.forms.get, names))
   ]
@@ -502,12 +495,10 @@ def _reason(
   """
   if gradient.name in question.forms:
     return "demanded"
-  reason = choice.reason(ways, way, _in_words)
+  reason = choice.reason(ways, way)
   part = ways[fastest].seconds / max(ways[way].seconds, 1e-12)
   if part < 1:
-    reason = (
-      f"{_in_words(fastest)} takes {part:.3g}x as long, but too much memory"
-    )
+    reason = f"{plans.in_words(*fastest)} takes {part:.3g}x as long, but too much memory"
   if way == PMEAN and reason.endswith("by itself"):
     reason += ", but the whole step would gain too little"
   if reason and gradient.is_table and gradient.name not in question.profiles:
@@ -525,8 +516,8 @@ def _others(
   """Returns the ways that were not chosen, the fastest first."""
   others = [
     Alternative(
-      choice=_in_words(way),
-      form=form_of(way.scheme),
+      choice=plans.in_words(*way),
+      form=plans.form_of(way.scheme),
       seconds=x.seconds,
       wire_bytes=x.received,
       memory_bytes=x.memory if with_memory else None,
@@ -551,7 +542,3 @@ def _capacities(
   # If all devices have the same rows, the allowance for chance can make push
   # larger than pull.
   return push, max(push, pull)
-
-
-def _in_words(way: Way) -> str:
-  return plans.in_words(*way)
