@@ -498,7 +498,8 @@ def _reason(
   reason = choice.reason(ways, way)
   part = ways[fastest].seconds / max(ways[way].seconds, 1e-12)
   if part < 1:
-    reason = f"{plans.in_words(*fastest)} takes {part:.3g}x as long, but too much memory"
+    words = plans.in_words(*fastest)
+    reason = f"{words} takes {part:.3g}x as long, but too much memory"
   if way == PMEAN and reason.endswith("by itself"):
     reason += ", but the whole step would gain too little"
   if reason and gradient.is_table and gradient.name not in question.profiles:
