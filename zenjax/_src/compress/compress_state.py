@@ -8,15 +8,14 @@ from jax.sharding import PartitionSpec
 
 from zenjax._src.compress.exdyna import PartitionMemory
 from zenjax._src.core.folding import folded
+from zenjax._src.sync import sync_state
 
 
 def nodes(state: Any) -> Iterator["CompressState"]:
   """Yields each such state, also those in the `others` of another one."""
-  is_one = lambda x: isinstance(x, CompressState)
-  for node in jax.tree.leaves(state, is_leaf=is_one):
-    if is_one(node):
-      yield node
-      yield from nodes(node.others)
+  for node in sync_state.nodes(state, CompressState):
+    yield node
+    yield from nodes(node.others)
 
 
 class Residual(NamedTuple):

@@ -92,14 +92,13 @@ class _Partitioned(Sparsifier):
 
   def first(self, size: int, context: Context) -> PartitionMemory:
     plan = self._plan(size, context.devices)
-    parts = plan.division.start()
+    parts = jnp.asarray(plan.division.start())
+    threshold = thresholds.paper_start(plan.k) if self._is_paper else 0.0
     return PartitionMemory(
       step=jnp.zeros((), jnp.int32),
-      threshold=jnp.asarray(
-        thresholds.paper_start(plan.k) if self._is_paper else 0, jnp.float32
-      ),
-      parts={plan.division.unit: jnp.asarray(parts)},
-      counts=jnp.zeros(len(parts), jnp.int32),
+      threshold=jnp.float32(threshold),
+      parts={plan.division.unit: parts},
+      counts=jnp.zeros_like(parts),
     )
 
   def select(
@@ -138,7 +137,6 @@ class _Partitioned(Sparsifier):
     counts = out.counts[lax.rem(rank, jnp.full_like(rank, n))]
     total = jnp.sum(counts, dtype=jnp.int32).astype(jnp.float32)
     largest = jnp.max(counts).astype(jnp.float32) * n
-    rounds = out.rounds.astype(jnp.float32)
     of_bar, of_indices, of_values = (
       received_bytes(each, context) for each in self._messages(plan, context)
     )
@@ -158,7 +156,7 @@ class _Partitioned(Sparsifier):
         bar.bar,
         total / np.float32(plan.k),
         jnp.where(total > 0, largest / jnp.maximum(total, 1.0), 1.0),
-        rounds,
+        out.rounds.astype(jnp.float32),
       ),
       # Only the first round of indices sends counts.
       more_bytes=again(bar.passes) * of_bar
@@ -207,16 +205,16 @@ class _Partitioned(Sparsifier):
     context: Context,
   ) -> thresholds.Bar:
     """Returns what a step selects by."""
-    last, all_of_it = known.threshold, jnp.ones((), jnp.float32)
+    bar = last = known.threshold
     if self._is_paper:
       count = jnp.sum(known.counts, dtype=jnp.int32)
       moved = thresholds.paper(last, count, plan.k)
-      return thresholds.Bar(
-        jnp.where(known.step > 0, moved, last), all_of_it, 1
-      )
-    if plan.whole:
-      return thresholds.Bar(jnp.zeros_like(last), all_of_it, 1)
-    return thresholds.sampled(seen, last, plan.k, key, context.axes)
+      bar = jnp.where(known.step > 0, moved, last)
+    elif plan.whole:
+      bar = jnp.zeros_like(last)
+    else:
+      return thresholds.sampled(seen, last, plan.k, key, context.axes)
+    return thresholds.Bar(bar, part=jnp.ones((), jnp.float32), passes=1)
 
 
 class _Plan(NamedTuple):

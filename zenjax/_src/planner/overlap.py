@@ -92,11 +92,7 @@ class Step:
     found = predictions.compressed(
       self._question, *self._compressors[compressor], gradients
     )
-    return Part(
-      ready=max(x.ready for x in gradients),
-      wire_s=found.seconds - found.local_s,
-      local_s=found.local_s,
-    )
+    return Part.of(found, ready=max(x.ready for x in gradients))
 
   def improved(
     self, possible: Sequence[Mapping[Way, Prediction]], ways: Sequence[Way]

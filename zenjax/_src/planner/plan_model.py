@@ -172,8 +172,6 @@ def plan(
   )
   if tx is not None:
     arguments.optimizer("tx", tx)
-  limit = _limit(memory_bytes, topology, tx)
-  clip_norm = _norm(clip_norm)
   question = questions.ask(
     value_and_grad,
     args,
@@ -182,8 +180,9 @@ def plan(
     profile=profile,
     trace=trace,
   )
-  names = [gradient.name for gradient in question.gradients]
+  limit, clip_norm = _limit(memory_bytes, topology, tx), _norm(clip_norm)
   pins = arguments.pins(capacities)
+  names = [gradient.name for gradient in question.gradients]
   questions.check_names("capacities", pins, names)
   wires, compressors = questions.losses(allow)
   question = dataclasses.replace(
@@ -207,14 +206,14 @@ def plan(
   return answer(_with_optimizer(question, args, tx, forms, clip_norm))
 
 
-def _limit(memory_bytes: Any, topology: Any, tx: Any) -> float | None:
+def _limit(memory_bytes: Any, topology: Topology, tx: Any) -> float | None:
   """Returns the bytes that a plan may take, if there is a limit."""
-  if memory_bytes is not None:
-    memory_bytes = arguments.number("memory_bytes", memory_bytes)
-    if not memory_bytes > 0:
-      raise ValueError(f"`memory_bytes` must be positive, got {memory_bytes}.")
-  elif tx is not None and isinstance(topology, Topology):
-    return topology.memory_bytes and _USABLE * topology.memory_bytes
+  if memory_bytes is None:
+    known = topology.memory_bytes if tx is not None else None
+    return known and _USABLE * known
+  memory_bytes = arguments.number("memory_bytes", memory_bytes)
+  if not memory_bytes > 0:
+    raise ValueError(f"`memory_bytes` must be positive, got {memory_bytes}.")
   return memory_bytes
 
 

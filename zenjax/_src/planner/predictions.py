@@ -30,8 +30,12 @@ def every_way(question: Question) -> list[dict[Way, Prediction]]:
   Raises:
     ValueError: A compressor can take none of the large gradients.
   """
-  _require_fitting(question)
-  predicted = []
+  predicted, context = [], question.model.context
+  large = [x for x in question.gradients if x.may_be_compressed]
+  for compressor in question.compressors:
+    if context.devices > 1 and large:
+      if not fitting(compressor, large, context):
+        compressor.messages([large[0].shape], context)  # It says why.
   rates = [(x, seconds_per_byte(question, x)) for x in question.compressors]
   for gradient in question.gradients:
     table, profile = gradient.table, question.profile(gradient)
@@ -41,9 +45,9 @@ def every_way(question: Question) -> list[dict[Way, Prediction]]:
       ways = question.model.of_ways(table, profile, narrower)
       if question.optimizer is not None:
         ways = table_forms.every_form(question, gradient, ways)
-    elif question.topology.devices > 1 and gradient.may_be_compressed:
+    elif context.devices > 1 and gradient.may_be_compressed:
       for compressor, rate in rates:
-        if fitting(compressor, [gradient], question.model.context):
+        if fitting(compressor, [gradient], context):
           way = PMEAN._replace(compressor=str(compressor))
           ways[way] = compressed(question, compressor, rate, [gradient])
     predicted.append(ways)
@@ -60,17 +64,6 @@ def _narrower(question: Question, gradient: Gradient) -> list[str]:
       gradient.name, gradient.dtype, jnp.dtype(name), gradient.table.width
     )
   ]
-
-
-def _require_fitting(question: Question) -> None:
-  """Raises the error of a compressor that fits none of the large gradients."""
-  large = [x for x in question.gradients if x.may_be_compressed]
-  if not large or question.topology.devices == 1:
-    return
-  context = question.model.context
-  for compressor in question.compressors:
-    if not fitting(compressor, large, context):
-      compressor.messages([large[0].shape], context)
 
 
 def fitting(

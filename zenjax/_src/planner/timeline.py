@@ -38,6 +38,11 @@ class Part(NamedTuple):
   wire_s: float
   local_s: float = 0.0  # one half to encode, one half to decode
 
+  @classmethod
+  def of(cls, sent: Prediction, ready: float) -> "Part":
+    """Returns the part of gradients whose exchange is predicted."""
+    return cls(ready, sent.seconds - sent.local_s, sent.local_s)
+
 
 def seconds(
   parts: Iterable[Part], compute_s: float, backward_s: float

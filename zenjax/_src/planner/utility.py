@@ -204,10 +204,10 @@ def utility(
   found = [("pmean", plain_s, plain_bytes)]
   found.append(("pmean in bfloat16", *model.pmean(0.5)))
   if model.tables:
-    found.append(("zen_sync", *model.zen_sync()))
+    found.append(("zen_sync", *model.by_rows()))
   for compressor in compressors:
-    if way := model.compressed(compressor):
-      found.append((str(compressor), *way))
+    if model.taken_by(compressor):
+      found.append((str(compressor), *model.by_rows(compressor)))
   return Utility(
     ways=tuple(
       UtilityWay(name=n, seconds=s, gain=1 - s / plain_s, wire_bytes=b)
@@ -249,38 +249,33 @@ class _Model:
     tables_s = sum(x.once_s + part * (x.seconds - x.once_s) for x in arrays)
     return dense_s + tables_s, whole.received + part * _received(arrays)
 
-  def zen_sync(self) -> tuple[float, float]:
-    """Sends rows of tables, and sums dense gradients whole."""
-    rows, whole = (
-      self._rows(),
-      timeline.all_reduced(self.cost, _bytes(self.dense)),
-    )
-    seconds = self._overlapped(self.dense) + choice.seconds(rows)
-    return seconds, _received([*rows, whole])
-
-  def compressed(self, compressor: Compressor) -> tuple[float, float] | None:
-    """Sends rows of tables, and compresses dense gradients, if any is large."""
+  def taken_by(self, compressor: Compressor) -> list[Gradient]:
+    """Returns the gradients that a compressor can take."""
     way = PMEAN._replace(compressor=str(compressor))
     both = zip(self.question.gradients, self.ways)
-    mine = [gradient for gradient, ways in both if way in ways]
-    if not mine:
-      return None
-    rest = [x for x in self.dense if x not in mine]
-    rate = predictions.seconds_per_byte(self.question, compressor)
-    found = predictions.compressed(self.question, compressor, rate, mine)
-    part = Part(1.0, found.seconds - found.local_s, found.local_s)
-    rows, small = self._rows(), timeline.all_reduced(self.cost, _bytes(rest))
-    seconds = self._overlapped(rest, [part]) + choice.seconds(rows)
-    return seconds, _received([*rows, small, found])
+    return [gradient for gradient, ways in both if way in ways]
+
+  def by_rows(
+    self, compressor: Compressor | None = None
+  ) -> tuple[float, float]:
+    """Sends rows of tables, and compresses or sums dense gradients."""
+    chosen = choice.choose(self.tables) or []
+    rows = [ways[way] for ways, way in zip(self.tables, chosen)]
+    rest, sent, parts = self.dense, [], []
+    if compressor is not None:
+      mine = self.taken_by(compressor)
+      rest = [x for x in self.dense if x not in mine]
+      rate = predictions.seconds_per_byte(self.question, compressor)
+      sent = [predictions.compressed(self.question, compressor, rate, mine)]
+      parts = [Part.of(x, ready=1.0) for x in sent]
+    whole = timeline.all_reduced(self.cost, _bytes(rest))
+    seconds = self._overlapped(rest, parts) + choice.seconds(rows)
+    return seconds, _received([*rows, whole, *sent])
 
   def needed_ratio(self) -> float:
     """How many times fewer bytes the backward pass could hide."""
     wire = timeline.all_reduced(self.cost, _bytes(self.dense))
     return (wire.seconds - wire.once_s) / self.backward_s
-
-  def _rows(self) -> list[Prediction]:
-    chosen = choice.choose(self.tables) or []
-    return [ways[way] for ways, way in zip(self.tables, chosen)]
 
   def _overlapped(
     self,
