@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import itertools
 import math
 from typing import Any
 
@@ -14,10 +13,10 @@ from zenjax._src.compress.compressor import Compressor
 from zenjax._src.compress.compressor import left
 from zenjax._src.compress.compressor import Reduced
 from zenjax._src.core import arguments
-from zenjax._src.core import collectives
 from zenjax._src.core import wire
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
+from zenjax._src.sync import gradient_tree
 
 # A column is taken for dependent if no more than this part of it is left.
 _DEPENDENT = 1e-5
@@ -123,11 +122,8 @@ def _sums(
   """Adds up all arrays over devices, by one collective."""
   if not parts:
     return {}
-  flat = jnp.concatenate([x.reshape(-1) for x in parts.values()])
-  flat = context.scaled(collectives.psum(flat, context.axes))
-  ends = list(itertools.accumulate(x.size for x in parts.values()))
-  pieces = zip(parts.items(), jnp.split(flat, ends[:-1]))
-  return {name: x.reshape(like.shape) for (name, like), x in pieces}
+  sums = gradient_tree.in_one_buffer([*parts.values()], context)
+  return dict(zip(parts, sums))
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -33,16 +33,10 @@ _SAMPLES = 8192
 _ABOVE = 128
 
 
-class _OwnSelection(Sparsifier):
-  """A sparsifier in which each device selects from all of its numbers.
-
-  Indices and values are gathered, and added up in the order of ranks.
-  """
-
-  stats = ("density",)
+class _ByLeaf(Sparsifier):
+  """A sparsifier that selects a part of each leaf, but at least one number."""
 
   density: float
-  wire_dtype: Any
 
   @abc.abstractmethod
   def indices(self, x: jax.Array, k: int, key: jax.Array) -> jax.Array:
@@ -55,6 +49,21 @@ class _OwnSelection(Sparsifier):
 
     Returns:
       `[k] int32`, padded with `N`.
+    """
+
+  @abc.abstractmethod
+  def exchanged(
+    self, x: jax.Array, index: jax.Array, context: Context
+  ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    """Sums numbers over devices.
+
+    Args:
+      x: The vector of a device, `[S] float32`.
+      index: The numbers to send: distinct, and `S` or more as padding.
+      context: The devices to send to.
+
+    Returns:
+      Sums or means, `[S]`; what is left of the numbers at `index`; and stats.
     """
 
   def select(
@@ -74,12 +83,37 @@ class _OwnSelection(Sparsifier):
         chosen.append(jnp.where(index < length, index + start, size))
         start += length
       index = element_exchange.distinct(jnp.concatenate(chosen), size)
-      values = indexing.take_or(x, index, 0)
-      sent, left = in_dtype(values, self.wire_dtype or x.dtype)
     with jax.named_scope("zenjax/exchange"):
-      ((came, values),) = wire.send(
-        [(index[None], sent[None])], collectives.all_gather, context.axes
-      )
+      sums, left, stats = self.exchanged(x, index, context)
+    ones = jnp.ones(index.shape, bool)
+    return Reduced(
+      sums=sums,
+      # If there are more NaN and Inf than can be sent, the first ones tell.
+      kept=jnp.where(lax.is_finite(x), indexing.put(x, index, left), 0),
+      sent=indexing.put(jnp.zeros(x.shape, bool), index, ones),
+      memory=memory,
+      stats=stats,
+    )
+
+
+class _OwnSelection(_ByLeaf):
+  """A sparsifier in which each device selects from all of its numbers.
+
+  Indices and values are gathered, and added up in the order of ranks.
+  """
+
+  stats = ("density",)
+
+  wire_dtype: Any
+
+  def exchanged(
+    self, x: jax.Array, index: jax.Array, context: Context
+  ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    size, values = x.shape[0], indexing.take_or(x, index, 0)
+    sent, left = in_dtype(values, self.wire_dtype or x.dtype)
+    ((came, values),) = wire.send(
+      [(index[None], sent[None])], collectives.all_gather, context.axes
+    )
 
     def add(rank: jax.Array, total: jax.Array) -> jax.Array:
       more = indexing.take(values, rank).astype(total.dtype)
@@ -90,14 +124,7 @@ class _OwnSelection(Sparsifier):
     nothing = compat.cast_like(jnp.zeros(x.shape, x.dtype), values)
     total = lax.fori_loop(0, context.devices, add, nothing)
     part = jnp.mean((came < size).astype(jnp.float32)) * index.shape[0] / size
-    return Reduced(
-      sums=context.scaled(total),
-      # If there are more NaN and Inf than can be sent, the first ones tell.
-      kept=jnp.where(lax.is_finite(x), indexing.put(x, index, left), 0),
-      sent=_marked(x, index),
-      memory=memory,
-      stats=(part,),
-    )
+    return context.scaled(total), left, (part,)
 
   def sent(self, sizes: Sequence[int], context: Context) -> list[Message]:
     numbers = sum(count(self.density, size) for size in sizes)
@@ -226,7 +253,7 @@ class Threshold(_OwnSelection):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RandomK(Sparsifier):
+class RandomK(_ByLeaf):
   """Sends numbers drawn at random, the same on all devices.
 
   Only values are sent: `int(density * size)` of each leaf, but at least one, by
@@ -262,34 +289,19 @@ class RandomK(Sparsifier):
   def __post_init__(self):
     sparsifier.check_density(self.density)
 
-  def select(
-    self,
-    x: jax.Array,
-    sizes: Sequence[int],
-    memory: Any,
-    key: jax.Array,
-    context: Context,
-  ) -> Reduced:
-    start, chosen = 0, []
-    for number, length in enumerate(sizes):
-      drawn = jax.random.fold_in(key, number)
-      k = count(self.density, length)
-      chosen.append(_drawn(drawn, k, length) + jnp.int32(start))
-      start += length
-    index = jnp.concatenate(chosen)
+  def indices(self, x: jax.Array, k: int, key: jax.Array) -> jax.Array:
+    return _drawn(key, k, x.shape[0])
+
+  def exchanged(
+    self, x: jax.Array, index: jax.Array, context: Context
+  ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     values = indexing.take(x, index)
     # If any element is NaN or Inf, this element becomes NaN.
     bad = ~jnp.all(lax.is_finite(x))
     values = values.at[0].set(jnp.where(bad, jnp.nan, values[0]))
     sums = context.scaled(collectives.psum(values, context.axes))
-    zeros = compat.cast_like(jnp.zeros(x.shape, x.dtype), sums)
-    rest = indexing.put(x, index, jnp.zeros_like(values))
-    return Reduced(
-      sums=indexing.put(zeros, index, sums),
-      kept=jnp.where(lax.is_finite(x), rest, 0),
-      sent=_marked(x, index),
-      memory=memory,
-    )
+    nothing = compat.cast_like(jnp.zeros(x.shape, x.dtype), sums)
+    return indexing.put(nothing, index, sums), jnp.zeros_like(values), ()
 
   def sent(self, sizes: Sequence[int], context: Context) -> list[Message]:
     words = float(sum(count(self.density, size) for size in sizes))
@@ -299,12 +311,6 @@ class RandomK(Sparsifier):
 def _check_wire(compressor: Any) -> None:
   dtype = arguments.wire_dtype("wire_dtype", compressor.wire_dtype)
   object.__setattr__(compressor, "wire_dtype", dtype)
-
-
-def _marked(x: jax.Array, index: jax.Array) -> jax.Array:
-  """Returns a mask of `x`, True at `index`."""
-  sent = jnp.ones(index.shape, bool)
-  return indexing.put(jnp.zeros(x.shape, bool), index, sent)
 
 
 def _reaching(

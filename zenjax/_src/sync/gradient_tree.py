@@ -114,7 +114,7 @@ def totals(
       continue
     together = lax.platform_dependent(
       [leaves[key] for key in keys],
-      cpu=lambda parts: _in_one_buffer(parts, context),
+      cpu=lambda parts: in_one_buffer(parts, context),
       default=lambda parts: [dense_sum.all_reduce(x, context) for x in parts],
     )
     out |= zip(keys, together)
@@ -131,7 +131,7 @@ def _kind(leaf: Any) -> tuple[jnp.dtype, frozenset[str]] | None:
   return wide, compat.varying_axes(leaf)
 
 
-def _in_one_buffer(
+def in_one_buffer(
   leaves: Sequence[jax.Array], context: Context
 ) -> list[jax.Array]:
   """All-reduces leaves of one kind in a shared buffer."""
