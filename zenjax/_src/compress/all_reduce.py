@@ -367,13 +367,9 @@ def _split(tree: Any, options: Options) -> tuple[Any, Any]:
 
 def _joined(mine: Any, rest: Any) -> Any:
   """Inverse of `_split`."""
-  is_gap = lambda x: isinstance(x, optax.MaskedNode) or is_rows(x)
-  return jax.tree.map(
-    lambda a, b: b if isinstance(a, optax.MaskedNode) else a,
-    mine,
-    rest,
-    is_leaf=is_gap,
-  )
+  is_gap = lambda x: isinstance(x, optax.MaskedNode)
+  either = lambda a, b: b if is_gap(a) else a
+  return jax.tree.map(either, mine, rest, is_leaf=is_gap)
 
 
 def _fresh(tree: Any, settings: _Settings, others: Any) -> CompressState:
@@ -383,14 +379,12 @@ def _fresh(tree: Any, settings: _Settings, others: Any) -> CompressState:
   context = Context(axes=options.axes, sizes=(1,), mean=options.mean)
   if settings.differs:
     context = gradient_tree.context_of(options)
-  nothing = lambda: {
-    name: Residual(
-      gradient_tree.as_varying(
-        jnp.zeros((1, *shape), jnp.float32), options.axes
-      )
-    )
-    for name, shape in shapes.items()
-  }
+
+  def nothing() -> dict[str, Residual]:
+    zeros = {k: jnp.zeros((1, *x), jnp.float32) for k, x in shapes.items()}
+    zeros = gradient_tree.as_varying(zeros, options.axes)
+    return {k: Residual(x) for k, x in zeros.items()}
+
   number = jnp.zeros((), jnp.float32)
   return CompressState(
     step=jnp.zeros((), jnp.int32),
@@ -553,7 +547,5 @@ def _bytes(
   messages = compressor.messages([x.shape for x in leaves], context)
   wide = [x.size * collectives.accumulator(x.dtype).itemsize for x in leaves]
   dense = Message("all_reduce", context.axes, sum(wide) / 4)
-  return (
-    jnp.float32(received_bytes(messages, context)),
-    jnp.float32(received_bytes([dense], context)),
-  )
+  received = lambda messages: jnp.float32(received_bytes(messages, context))
+  return received(messages), received([dense])

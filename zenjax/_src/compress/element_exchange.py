@@ -169,11 +169,8 @@ def exchange(
     # First read, then clear in place: else XLA copies the vector each time.
     values, kept = lax.optimization_barrier((values, kept))
     came, rest = _summed(values, wire, context)
-    return (
-      part + 1,
-      indexing.put(update, index, came),
-      indexing.put(kept, index, rest),
-    )
+    update = indexing.put(update, index, came)
+    return part + 1, update, indexing.put(kept, index, rest)
 
   sent = send((jnp.int32(0), jnp.zeros(size, acc.dtype), acc))
   parts, update, kept = lax.while_loop(

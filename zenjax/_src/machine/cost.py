@@ -189,11 +189,8 @@ class CostModel:
     for groups in range(1, n + 1):
       if n % groups == 0 and groups <= max(table.width, 1):
         ways.append(Way("zen", groups))
-    ways = [
-      way._replace(wire_dtype=wire)
-      for wire in (None, *wire_dtypes)
-      for way in ways
-    ]
+    wires = None, *wire_dtypes
+    ways = [way._replace(wire_dtype=wire) for wire in wires for way in ways]
     return {way: self.of_way(way, table, profile) for way in (PMEAN, *ways)}
 
   def of_way(self, way: Way, table: Table, profile: Profile) -> Prediction:

@@ -161,24 +161,16 @@ def plan(
     compress. Wang et al., [MergeComp](https://arxiv.org/abs/2103.15195), 2021,
     for the parts of the backward pass in which compressed gradients are sent.
   """
-  compute_seconds = arguments.number("compute_seconds", compute_seconds)
-  if not 0 <= compute_seconds < math.inf:
-    raise ValueError(
-      "`compute_seconds` must be a finite time of 0 or more, got"
-      f" {compute_seconds!r}. Give the seconds of a step without any exchange."
-    )
+  compute_seconds = questions.time(
+    "compute_seconds", compute_seconds, may_be_zero=True
+  )
   leaf_util.refuse_sharded(
     args[0] if args else (), "params", "plan", _UNSHARDED
   )
   if tx is not None:
     arguments.optimizer("tx", tx)
   question = questions.ask(
-    value_and_grad,
-    args,
-    topology=topology,
-    axis_name=axis_name,
-    profile=profile,
-    trace=trace,
+    value_and_grad, args, topology, axis_name, profile, trace
   )
   limit, clip_norm = _limit(memory_bytes, topology, tx), _norm(clip_norm)
   pins = arguments.pins(capacities)
@@ -367,11 +359,9 @@ def _of_tables(
     limit, rest = question.memory_bytes, optimizer.bytes_beside(names)
     if question.compressors:
       rest += _kept(x for x in question.gradients if x.may_be_compressed)
+  most = 1 if optimizer is not None and optimizer.sums_all else math.inf
   choose = lambda limit: choice.choose(
-    allowed,
-    limit=limit,
-    most=1 if optimizer is not None and optimizer.sums_all else math.inf,
-    worth=_WORTH,
+    allowed, limit=limit, most=most, worth=_WORTH
   )
   fitting, fastest = choose(limit - rest), choose(math.inf)
   if fastest is None:

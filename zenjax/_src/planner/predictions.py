@@ -1,6 +1,7 @@
 """Predicts every way to synchronize the gradients of a question."""
 
 from collections.abc import Iterable, Sequence
+import contextlib
 import math
 
 import jax.numpy as jnp
@@ -70,21 +71,13 @@ def fitting(
   compressor: Compressor, gradients: Iterable[Gradient], context: Context
 ) -> list[Gradient]:
   """Returns the gradients that a compressor can take."""
-  return [
-    x
-    for x in gradients
-    if x.may_be_compressed and _fits(compressor, x.shape, context)
-  ]
-
-
-def _fits(
-  compressor: Compressor, shape: tuple[int, ...], context: Context
-) -> bool:
-  try:
-    compressor.messages([shape], context)
-  except ValueError:
-    return False
-  return True
+  fits = []
+  for gradient in gradients:
+    if gradient.may_be_compressed:
+      with contextlib.suppress(ValueError):
+        compressor.messages([gradient.shape], context)
+        fits.append(gradient)
+  return fits
 
 
 def seconds_per_byte(question: Question, compressor: Compressor) -> float:

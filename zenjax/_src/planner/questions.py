@@ -143,7 +143,6 @@ class Question:
 def ask(
   value_and_grad: Callable[..., Any],
   args: Sequence[Any],
-  *,
   topology: Topology,
   axis_name: AxisName,
   profile: Mapping[str, Profile] | None = None,
@@ -197,10 +196,7 @@ def ask(
     for gradient in gradients
   )
   return Question(
-    gradients=gradients,
-    topology=topology,
-    axes=axes,
-    profiles=dict(known),
+    gradients=gradients, topology=topology, axes=axes, profiles=dict(known)
   )
 
 
@@ -292,20 +288,23 @@ def _rounded_to(loss: Any) -> str:
   return dtype.name
 
 
+def time(name: str, given: Any, *, may_be_zero: bool = False) -> float:
+  """Returns seconds; raises ValueError unless they are finite and positive."""
+  seconds = arguments.number(name, given)
+  if not 0 <= seconds < math.inf or not (seconds or may_be_zero):
+    rule = "of 0 or more" if may_be_zero else "above 0"
+    raise ValueError(f"`{name}` must be a finite time {rule}, got {given!r}.")
+  return seconds
+
+
 def measured(
   seconds: Mapping[str, float] | None, compressors: Sequence[Compressor]
 ) -> Mapping[str, float]:
   """Returns times by compressor; raises ValueError for other names."""
   known = {
-    name: arguments.number(f"local_seconds[{name!r}]", x)
+    name: time(f"local_seconds[{name!r}]", x, may_be_zero=True)
     for name, x in dict(seconds or {}).items()
   }
-  for name, x in known.items():
-    if not 0 <= x < math.inf:
-      raise ValueError(
-        f"`local_seconds[{name!r}]` must be a finite time of 0 or more, got"
-        f" {x!r}."
-      )
   unknown = known.keys() - set(map(str, compressors))
   if unknown:
     raise ValueError(

@@ -99,7 +99,13 @@ class Recorder:
     mesh = collectives.mesh_around(self._axes, leaves, self._mesh)
     n = math.prod(mesh.shape[axis] for axis in self._axes) if mesh else 1
     if mesh is None and jax.device_count() > 1:
-      self._require_mapped()
+      try:
+        collectives.size(self._axes)
+      except NameError as error:
+        raise ValueError(
+          "`axis_name` of `record` must name axes of shard_map, or of a mesh,"
+          f" got {self._axes}. In plain jit, give `record` the `mesh=`, too."
+        ) from error
     for name, leaf in leaves.items():
       if isinstance(leaf, SparseRows):
         self._look_ups[name] = -(-leaf.capacity // n)
@@ -124,15 +130,6 @@ class Recorder:
       _nonzero_rows, mesh=mesh, in_specs=split, out_specs=split, check_vma=False
     )
     return mapped(given)
-
-  def _require_mapped(self) -> None:
-    try:
-      collectives.size(self._axes)
-    except NameError as error:
-      raise ValueError(
-        "`axis_name` of `record` must name axes of shard_map, or of a mesh, got"
-        f" {self._axes}. In plain jit, give `record` the `mesh=`, too."
-      ) from error
 
   def write(self, packed: Mapping[str, jax.Array]) -> None:
     """Writes one step of the trace.

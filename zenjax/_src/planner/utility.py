@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-import math
 import os
 from typing import Any
 
@@ -10,7 +9,6 @@ from zenjax._src.compress.compressor import Compressor
 from zenjax._src.compress.low_bit import LowBit
 from zenjax._src.compress.power_sgd import PowerSGD
 from zenjax._src.compress.sign import Sign
-from zenjax._src.core import arguments
 from zenjax._src.core import text
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.machine.cost import PMEAN
@@ -177,18 +175,13 @@ def utility(
     Training Systems](https://arxiv.org/abs/2103.00543), MLSys 2022.
   """
   question = questions.ask(
-    value_and_grad,
-    args,
-    topology=topology,
-    axis_name=axis_name,
-    profile=profile,
-    trace=trace,
+    value_and_grad, args, topology, axis_name, profile, trace
   )
   compressors = questions.compressors_of(compressors)
-  compute_s = _positive("compute_seconds", compute_seconds)
+  compute_s = questions.time("compute_seconds", compute_seconds)
   backward_s = compute_s * timeline.BACKWARD
   if backward_seconds is not None:
-    backward_s = _positive("backward_seconds", backward_seconds)
+    backward_s = questions.time("backward_seconds", backward_seconds)
     if backward_s > compute_s:
       raise ValueError(
         "`backward_seconds` must not exceed `compute_seconds`, got"
@@ -217,15 +210,6 @@ def utility(
     compute_seconds=compute_s,
     machine=topology.name,
   )
-
-
-def _positive(name: str, given: Any) -> float:
-  seconds = arguments.number(name, given)
-  if not 0 < seconds < math.inf:
-    raise ValueError(
-      f"`{name}` must be a positive, finite time in seconds, got {given!r}."
-    )
-  return seconds
 
 
 class _Model:
