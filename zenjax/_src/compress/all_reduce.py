@@ -210,8 +210,7 @@ def _check(
     not 0 <= arguments.number("momentum", momentum) < 1
   ):
     raise ValueError(
-      f"`momentum` must be in [0, 1), got {momentum!r}. Give 0.9, or None for"
-      " no momentum."
+      f"`momentum` must be in [0, 1), got {momentum!r}. Give 0.9 or None."
     )
 
 
@@ -424,6 +423,10 @@ def _summed(
   got = _facts(state)
   needed = _facts(jax.eval_shape(lambda: _fresh(tree, settings, ())))
   device_state.require_made_for(_BY, context.devices, got, needed)
+  by = f"{_BY} by {compressor}, seed {settings.seed}"
+  step = processes.compared(state.step + 1, by, options, tree)
+  if not leaves:
+    return tree, state._replace(step=step, mean=jnp.full((), mean))
   # A per-device step averages residuals, and a step in plain `jit` sums them. A
   # state that comes from the other kind must add the same to the parameters.
   rescaling = jnp.float32(context.devices if mean else 1 / context.devices)
@@ -441,9 +444,7 @@ def _summed(
   key = jax.random.fold_in(jax.random.key(settings.seed), state.step)
   dense = state.step < settings.dense_steps
   with jax.named_scope("zenjax/compress"):
-    if not leaves:
-      out = Reduced({}, {}, memory)
-    elif settings.dense_steps:
+    if settings.dense_steps:
       out = lax.cond(
         dense,
         lambda: _typed(_whole(given, memory, compressor, context), options),
@@ -452,39 +453,30 @@ def _summed(
     else:
       out = compressor.reduce(given, memory, key, context)
   wire_bytes, dense_bytes = _bytes([*leaves.values()], compressor, context)
+  if out.sent:
+    momenta = {k: jnp.where(out.sent[k], 0, x) for k, x in momenta.items()}
+  sums, kept = [], dict(out.kept)
+  # What 16-bit leaves cannot hold waits as well, the same on each device.
+  share = jnp.float32(1 if mean else 1 / context.devices)
+  for name, x in leaves.items():
+    total, rest = in_dtype(out.sums[name], x.dtype)
+    sums.append(total)
+    if x.dtype != jnp.float32:
+      kept[name] += rest * share
   like = lambda x, y: x.astype(y.dtype)
   stored = lambda new, old: {
     name: Residual(like(new[name][None], x.value)) for name, x in old.items()
   }
-  rounded = {
-    name: in_dtype(out.sums[name], x.dtype) for name, x in leaves.items()
-  }
-  if out.sent:
-    momenta = {k: jnp.where(out.sent[k], 0, x) for k, x in momenta.items()}
   new = state._replace(
-    step=processes.compared(
-      state.step + 1,
-      f"{_BY} by {compressor}, seed {settings.seed}",
-      options,
-      tree,
-    ),
+    step=step,
+    residuals=stored(kept, state.residuals),
     momenta=stored(momenta, state.momenta),
     memory=jax.tree.map(like, out.memory, state.memory),
     mean=jnp.full((), mean),
     wire_bytes=jnp.where(dense, dense_bytes, wire_bytes + out.more_bytes),
     dense_bytes=dense_bytes,
-    stats=dict(zip(compressor.stats, out.stats)) if leaves else state.stats,
+    stats=dict(zip(compressor.stats, out.stats)),
   )
-  # What 16-bit leaves cannot hold waits as well, the same on each device.
-  share = jnp.float32(1 if mean else 1 / context.devices)
-  kept = {
-    name: x
-    if leaves[name].dtype == jnp.float32
-    else x + rounded[name][1] * share
-    for name, x in out.kept.items()
-  }
-  new = new._replace(residuals=stored(kept, state.residuals))
-  sums = [x for x, _ in rounded.values()]
   return jax.tree.structure(tree).unflatten(sums), new
 
 
@@ -542,8 +534,6 @@ def _bytes(
   leaves: Sequence[Any], compressor: Compressor, context: Context
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the bytes that a device receives, here and in an all-reduce."""
-  if not leaves:
-    return jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
   messages = compressor.messages([x.shape for x in leaves], context)
   wide = [x.size * collectives.accumulator(x.dtype).itemsize for x in leaves]
   dense = Message("all_reduce", context.axes, sum(wide) / 4)

@@ -74,10 +74,8 @@ class LowBit(Codec):
     """Converts `[m, block] float32` to `[m, words] uint32`."""
     if self.rounding == "nearest":
       return packing.encode_integers(x, self.bits)
-    up_or_down = lambda x: jnp.floor(
-      x + jax.random.uniform(key, x.shape, x.dtype)
-    )
-    return packing.encode_integers(x, self.bits, up_or_down)
+    noise = jax.random.uniform(key, x.shape, x.dtype)
+    return packing.encode_integers(x, self.bits, lambda x: jnp.floor(x + noise))
 
   def decode(self, words: jax.Array) -> jax.Array:
     """Converts `[m, words] uint32` to `[m, block] float32`."""

@@ -189,8 +189,7 @@ def check_density(value: Any) -> None:
   """Raises `ValueError` outside of (0, 1], and warns of a large density."""
   if not 0 < arguments.number("density", value) <= 1:
     raise ValueError(
-      f"`density` must be in (0, 1], got {value!r}. Give 0.01 for 1 % of the"
-      " model."
+      f"`density` must be in (0, 1], got {value!r}. Give 0.01 for 1 %."
     )
   if _MUCH <= value < 1:
     warnings.warn(

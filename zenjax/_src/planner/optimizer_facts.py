@@ -31,10 +31,7 @@ class Optimizer:
   """
 
   def __init__(
-    self,
-    tx: optax.GradientTransformation,
-    params: Any,
-    clip_norm: float | None,
+    self, tx: optax.GradientTransformation, params: Any, clip_norm: float | None
   ):
     self._tx = optax.with_extra_args_support(tx)
     types = jax.tree.map(row_analysis.type_of, params)
