@@ -11,22 +11,6 @@ import dataclasses
 from zenjax._src.machine.link_models import Link
 from zenjax._src.machine.link_models import Work
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-  """Devices that one fabric connects.
-
-  Attributes:
-    link: The link between two devices, with a lower bound for their work.
-    memory_bytes: Memory of a device.
-    source: The publication of these figures, and what kind they are.
-  """
-
-  link: Link
-  memory_bytes: float
-  source: str
-
-
 # The latency of a hop of the ring protocol "Simple", from the table `hwLat`
 # by which NCCL chooses its algorithms (NVIDIA/nccl, src/graph/tuning.cc).
 _NCCL_NVLINK_S = 3.4e-6
@@ -39,27 +23,41 @@ _GB, _GIB = 1e9, 2.0**30
 _FLOOR = "the device's own work is a lower bound, from its memory's peak"
 
 
-def _machine(
-  bandwidth: float,
-  latency_s: float,
-  memory_bytes: float,
-  memory_gb_s: float,
-  source: str,
-) -> Machine:
-  """Returns a machine whose devices work as fast as their memory allows.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+  """Devices that one fabric connects.
 
-  A table is read once to find its nonzero rows. Received bytes pass through
-  memory twice, when they are packed or merged and when they are written, with a
-  read and a write each. This lower bound ignores the time to start kernels and
-  to look up rows, which `zenjax.planner.measure_work` includes.
+  Attributes:
+    bandwidth: Bytes per second between two devices.
+    latency_s: Latency of a message between two devices, in seconds.
+    memory_bytes: Memory of a device.
+    memory_gb_s: Peak of this memory, in GB/s.
+    published: The publication of these figures.
   """
-  byte_s = 1 / (memory_gb_s * _GB)
-  work = Work(mask_byte=byte_s, move_byte=4 * byte_s)
-  return Machine(
-    link=Link(bandwidth=bandwidth, latency_s=latency_s, work=work),
-    memory_bytes=memory_bytes,
-    source=f"{source}; {_FLOOR}",
-  )
+
+  bandwidth: float
+  latency_s: float
+  memory_bytes: float
+  memory_gb_s: float
+  published: str
+
+  @property
+  def link(self) -> Link:
+    """The link between two devices, which work as fast as memory allows.
+
+    A table is read once to find its nonzero rows. Received bytes pass through
+    memory twice, when they are packed or merged and when they are written, with
+    a read and a write each. This lower bound ignores the time to start kernels
+    and to look up rows, which `zenjax.planner.measure_work` includes.
+    """
+    byte_s = 1 / (self.memory_gb_s * _GB)
+    work = Work(mask_byte=byte_s, move_byte=4 * byte_s)
+    return Link(bandwidth=self.bandwidth, latency_s=self.latency_s, work=work)
+
+  @property
+  def source(self) -> str:
+    """The publication of the figures, and what kind they are."""
+    return f"{self.published}; {_FLOOR}"
 
 
 def _nvidia(
@@ -70,7 +68,7 @@ def _nvidia(
   fabric_gb_s: float = 900,
 ) -> Machine:
   """Returns a GPU; its data sheet counts both directions of the fabric."""
-  return _machine(
+  return Machine(
     fabric_gb_s / 2 * _GB,
     _NCCL_NVLINK_S if fabric == "NVLink" else _NCCL_PCI_S,
     memory_gb * _GB,
@@ -85,7 +83,7 @@ def _tpu(
   bandwidth: float, memory: float, memory_gb_s: float, page: str, figure: str
 ) -> Machine:
   """Returns a TPU, with the bandwidth of all ports of a chip together."""
-  return _machine(
+  return Machine(
     bandwidth,
     _ICI_S,
     memory,
