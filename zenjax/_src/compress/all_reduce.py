@@ -1,6 +1,6 @@
 """`all_reduce`: averages dense gradients in few bytes, in an optax chain."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 import math
 from typing import Any
@@ -15,6 +15,7 @@ from zenjax._src.compress.compress_state import CompressState
 from zenjax._src.compress.compress_state import Residual
 from zenjax._src.compress.compressor import Compressor
 from zenjax._src.compress.compressor import in_dtype
+from zenjax._src.compress.compressor import Leaves
 from zenjax._src.compress.compressor import Reduced
 from zenjax._src.core import arguments
 from zenjax._src.core import collectives
@@ -247,10 +248,7 @@ def _transformation(
     return _fresh(mine, settings, others.init(rest))
 
   def update_fn(
-    updates: optax.Updates,
-    state: Any,
-    params: optax.Params | None = None,
-    **extra_args: Any,
+    updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
   ) -> tuple[optax.Updates, CompressState]:
     if not isinstance(state, CompressState):
       raise TypeError(
@@ -481,10 +479,7 @@ def _summed(
 
 
 def _whole(
-  given: Mapping[str, jax.Array],
-  memory: Any,
-  compressor: Compressor,
-  context: Context,
+  given: Leaves, memory: Any, compressor: Compressor, context: Context
 ) -> Reduced:
   """Averages whole leaves, as in the first steps."""
   nothing = {name: jnp.zeros(x.shape, bool) for name, x in given.items()}
@@ -509,9 +504,7 @@ def _typed(out: Reduced, options: Options) -> Reduced:
 
 
 def _with_momentum(
-  gradients: dict[str, jax.Array],
-  momenta: dict[str, jax.Array],
-  settings: _Settings,
+  gradients: Leaves, momenta: Leaves, settings: _Settings
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
   """Returns new momenta, and what to send in place of gradients."""
   if settings.momentum is None:

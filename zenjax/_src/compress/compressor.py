@@ -17,6 +17,9 @@ from zenjax._src.core.collectives import Axes
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
 
+Shape = tuple[int, ...]
+Leaves = Mapping[str, jax.Array]  # by name
+
 
 class Reduced(NamedTuple):
   """The result of a compressed sum, of leaves by name or of one vector."""
@@ -47,20 +50,14 @@ class Compressor(abc.ABC):
   # Names of the numbers that `Reduced.stats` has.
   stats: ClassVar[tuple[str, ...]] = ()
 
-  def init(
-    self, shapes: Mapping[str, tuple[int, ...]], context: Context
-  ) -> Any:
+  def init(self, shapes: Mapping[str, Shape], context: Context) -> Any:
     """Returns the memory before the first step, equal on all devices."""
     del shapes, context
     return ()
 
   @abc.abstractmethod
   def reduce(
-    self,
-    leaves: Mapping[str, jax.Array],
-    memory: Any,
-    key: jax.Array,
-    context: Context,
+    self, leaves: Leaves, memory: Any, key: jax.Array, context: Context
   ) -> Reduced:
     """Sums leaves over devices.
 
@@ -76,7 +73,7 @@ class Compressor(abc.ABC):
 
   @abc.abstractmethod
   def messages(
-    self, shapes: Sequence[tuple[int, ...]], context: Context
+    self, shapes: Sequence[Shape], context: Context
   ) -> list[Message]:
     """Returns the collectives of a step, in order.
 
@@ -139,11 +136,7 @@ class Codec(Compressor):
     """Converts `[m, words] uint32` to `[m, block] float32`."""
 
   def reduce(
-    self,
-    leaves: Mapping[str, jax.Array],
-    memory: Any,
-    key: jax.Array,
-    context: Context,
+    self, leaves: Leaves, memory: Any, key: jax.Array, context: Context
   ) -> Reduced:
     across, within = levels(context.axes)
     arrays = [*leaves.values()]
@@ -174,7 +167,7 @@ class Codec(Compressor):
     return Reduced(named(sums), named(kept), memory)
 
   def messages(
-    self, shapes: Sequence[tuple[int, ...]], context: Context
+    self, shapes: Sequence[Shape], context: Context
   ) -> list[Message]:
     blocks = sum(-(-math.prod(shape) // self.block) for shape in shapes)
     blocks += -blocks % context.devices

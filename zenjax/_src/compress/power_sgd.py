@@ -10,8 +10,10 @@ from jax import lax
 import jax.numpy as jnp
 
 from zenjax._src.compress.compressor import Compressor
+from zenjax._src.compress.compressor import Leaves
 from zenjax._src.compress.compressor import left
 from zenjax._src.compress.compressor import Reduced
+from zenjax._src.compress.compressor import Shape
 from zenjax._src.core import arguments
 from zenjax._src.core import wire
 from zenjax._src.schemes.base import Context
@@ -58,9 +60,7 @@ class PowerSGD(Compressor):
         f"`rank` must be a positive integer, got {self.rank!r}. Give 4."
       )
 
-  def init(
-    self, shapes: Mapping[str, tuple[int, ...]], context: Context
-  ) -> Any:
+  def init(self, shapes: Mapping[str, Shape], context: Context) -> Any:
     """Returns the first `Q: [b, rank]` of each leaf that is not small."""
     del context
     memory, key = {}, jax.random.key(self.seed)
@@ -71,11 +71,7 @@ class PowerSGD(Compressor):
     return memory
 
   def reduce(
-    self,
-    leaves: Mapping[str, jax.Array],
-    memory: Any,
-    key: jax.Array,
-    context: Context,
+    self, leaves: Leaves, memory: Any, key: jax.Array, context: Context
   ) -> Reduced:
     del key
     leaves = {name: wire.constant(x) for name, x in leaves.items()}
@@ -101,7 +97,7 @@ class PowerSGD(Compressor):
     return Reduced(sums, kept, new)
 
   def messages(
-    self, shapes: Sequence[tuple[int, ...]], context: Context
+    self, shapes: Sequence[Shape], context: Context
   ) -> list[Message]:
     axes = context.axes
     low = [shape for shape in shapes if self._pays(shape)]
@@ -111,14 +107,12 @@ class PowerSGD(Compressor):
     words = sum(p), sum(whole) + sum(q)
     return [Message("all_reduce", axes, each) for each in words if each]
 
-  def _pays(self, shape: tuple[int, ...]) -> bool:
+  def _pays(self, shape: Shape) -> bool:
     a, b = math.prod(shape[:-1]), shape[-1] if shape else 1
     return self.rank * (a + b) < a * b
 
 
-def _sums(
-  parts: Mapping[str, jax.Array], context: Context
-) -> dict[str, jax.Array]:
+def _sums(parts: Leaves, context: Context) -> dict[str, jax.Array]:
   """Adds up all arrays over devices, by one collective."""
   if not parts:
     return {}

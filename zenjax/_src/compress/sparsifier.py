@@ -12,8 +12,10 @@ from jax import lax
 import jax.numpy as jnp
 
 from zenjax._src.compress.compressor import Compressor
+from zenjax._src.compress.compressor import Leaves
 from zenjax._src.compress.compressor import levels
 from zenjax._src.compress.compressor import Reduced
+from zenjax._src.compress.compressor import Shape
 from zenjax._src.compress.compressor import summed
 from zenjax._src.core import arguments
 from zenjax._src.core import collectives
@@ -66,18 +68,12 @@ class Sparsifier(Compressor):
   def sent(self, sizes: Sequence[int], context: Context) -> list[Message]:
     """Returns the collectives of `select`, in order."""
 
-  def init(
-    self, shapes: Mapping[str, tuple[int, ...]], context: Context
-  ) -> Any:
+  def init(self, shapes: Mapping[str, Shape], context: Context) -> Any:
     _, across, sizes = self._parts([*shapes.values()], context)
     return self.first(sum(sizes), across)
 
   def reduce(
-    self,
-    leaves: Mapping[str, jax.Array],
-    memory: Any,
-    key: jax.Array,
-    context: Context,
+    self, leaves: Leaves, memory: Any, key: jax.Array, context: Context
   ) -> Reduced:
     shapes = [x.shape for x in leaves.values()]
     within, across, sizes = self._parts(shapes, context)
@@ -117,7 +113,7 @@ class Sparsifier(Compressor):
     )
 
   def messages(
-    self, shapes: Sequence[tuple[int, ...]], context: Context
+    self, shapes: Sequence[Shape], context: Context
   ) -> list[Message]:
     within, across, sizes = self._parts(shapes, context)
     messages = self.sent(sizes, across)
@@ -132,7 +128,7 @@ class Sparsifier(Compressor):
     ]
 
   def _parts(
-    self, shapes: Sequence[tuple[int, ...]], context: Context
+    self, shapes: Sequence[Shape], context: Context
   ) -> tuple[Axes, Context, list[int]]:
     """Returns the fast axes, the devices across, and the sizes of all parts."""
     across, within = context.axes, ()
@@ -151,7 +147,7 @@ class Sparsifier(Compressor):
 
 
 def _leaves(
-  rows: jax.Array, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]
+  rows: jax.Array, shapes: Sequence[Shape], sizes: Sequence[int]
 ) -> list[jax.Array]:
   """Splits `[devices, S]` to leaves of their own shapes."""
   ends = list(itertools.accumulate(sizes))[:-1]

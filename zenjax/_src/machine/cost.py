@@ -128,6 +128,10 @@ class Prediction:
   local_s: float = 0.0
 
 
+# The ways of a leaf, or some of them.
+Ways = Mapping[Way, Prediction]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CostModel:
   """Predicts costs on a machine.

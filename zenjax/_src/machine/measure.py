@@ -27,6 +27,9 @@ from zenjax._src.machine.link_models import Work
 from zenjax._src.machine.topologies import Topology
 from zenjax.kernels import reference
 
+# Runs once, and returns arrays to wait for.
+Program = Callable[[], Any]
+
 # Bytes that a device receives, approximately.
 SIZES = tuple(1 << log for log in (12, 15, 18, 20, 22, 24))
 
@@ -162,9 +165,7 @@ def line(
   return float(message), float(byte), float(error)
 
 
-def _collective(
-  op: str, mesh: Mesh, axis: str, words: int
-) -> Callable[[], Any]:
+def _collective(op: str, mesh: Mesh, axis: str, words: int) -> Program:
   """Compiles a collective along an axis, for all groups of devices along it."""
   shape = mesh.shape[axis], words
   x = on_each(lambda: jnp.zeros(shape, jnp.uint32), mesh)()
@@ -172,7 +173,7 @@ def _collective(
   return lambda: compiled(x)
 
 
-def medians(programs: Sequence[Callable[[], Any]], repeats: int) -> np.ndarray:
+def medians(programs: Sequence[Program], repeats: int) -> np.ndarray:
   """Returns the median time of each program, after one round to warm up."""
   rounds = np.zeros((repeats + 1, len(programs)))
   for times in rounds:
@@ -253,7 +254,7 @@ def measure_work(mesh: Mesh | None = None, *, repeats: int = 7) -> Work:
   )
 
 
-def _mask(mesh: Mesh, rows: int, width: int) -> Callable[[], Any]:
+def _mask(mesh: Mesh, rows: int, width: int) -> Program:
   """Returns a program that finds the nonzero rows of a table."""
   layout = Layout(num_rows=rows, groups=mesh.size)
   find = on_each(lambda t: (reference.mask_pack(t, layout).words,), mesh)
@@ -261,7 +262,7 @@ def _mask(mesh: Mesh, rows: int, width: int) -> Callable[[], Any]:
   return lambda: find(table)
 
 
-def _move(mesh: Mesh, rows: int, width: int) -> Callable[[], Any]:
+def _move(mesh: Mesh, rows: int, width: int) -> Program:
   """Returns a program that packs rows, merges as many, and writes them."""
   n = mesh.size
   each = max(1, rows // n)

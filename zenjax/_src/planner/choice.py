@@ -6,13 +6,14 @@ exchanges is tried: each leaf takes the best way that the set allows, and the
 set with the shortest step wins.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
 import itertools
 import math
 
 from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Way
+from zenjax._src.machine.cost import Ways
 from zenjax._src.sync import plans
 from zenjax._src.sync.plans import DENSE
 
@@ -43,7 +44,7 @@ def _raised(prediction: Prediction) -> Prediction:
 
 
 def choose(
-  leaves: Sequence[Mapping[Way, Prediction]],
+  leaves: Sequence[Ways],
   *,
   limit: float = math.inf,
   most: float = math.inf,
@@ -84,9 +85,7 @@ def choose(
   return best
 
 
-def _within(
-  leaves: Sequence[Mapping[Way, Prediction]], limit: float
-) -> list[Way] | None:
+def _within(leaves: Sequence[Ways], limit: float) -> list[Way] | None:
   """Returns the fastest ways whose memory is within the limit.
 
   While memory is exceeded, it takes the slower way that costs the least time
@@ -115,7 +114,7 @@ def _within(
     chosen[leaf] = way
 
 
-def reason(ways: Mapping[Way, Prediction], chosen: Way) -> str:
+def reason(ways: Ways, chosen: Way) -> str:
   """Compares the chosen way with the next best one, in words for a plan.
 
   Args:

@@ -13,13 +13,13 @@ answer these questions, and take turns here until nothing gains:
 """
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import functools
 from typing import NamedTuple
 
 from zenjax._src.machine.cost import PMEAN
-from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Way
+from zenjax._src.machine.cost import Ways
 from zenjax._src.planner import choice
 from zenjax._src.planner import predictions
 from zenjax._src.planner import timeline
@@ -52,9 +52,7 @@ class Step:
     predicted: Every way of every gradient, as if it had its own exchange.
   """
 
-  def __init__(
-    self, question: Question, predicted: Sequence[Mapping[Way, Prediction]]
-  ):
+  def __init__(self, question: Question, predicted: Sequence[Ways]):
     self._question, self._predicted = question, predicted
     self._dense = [not gradient.is_table for gradient in question.gradients]
     self._compressors = {
@@ -94,9 +92,7 @@ class Step:
     )
     return Part.of(found, ready=max(x.ready for x in gradients))
 
-  def improved(
-    self, possible: Sequence[Mapping[Way, Prediction]], ways: Sequence[Way]
-  ) -> Strategy:
+  def improved(self, possible: Sequence[Ways], ways: Sequence[Way]) -> Strategy:
     """Improves ways, and cuts the backward pass, until nothing gains.
 
     Args:
@@ -110,9 +106,7 @@ class Step:
         return best
       best = found
 
-  def _in_turn(
-    self, possible: Sequence[Mapping[Way, Prediction]], best: Strategy
-  ) -> Strategy:
+  def _in_turn(self, possible: Sequence[Ways], best: Strategy) -> Strategy:
     """Gives each gradient its best way, the largest first."""
     gradients = self._question.gradients
     compressible = [i for i, x in enumerate(gradients) if x.may_be_compressed]

@@ -13,9 +13,9 @@ from zenjax._src.core import arguments
 from zenjax._src.core import text
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.machine.cost import PMEAN
-from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.cost import Way
+from zenjax._src.machine.cost import Ways
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import choice
 from zenjax._src.planner import predictions
@@ -334,9 +334,7 @@ def _answer(question: Question) -> Plan:
 
 
 def _of_tables(
-  question: Question,
-  tables: Sequence[int],
-  possible: Sequence[Mapping[Way, Prediction]],
+  question: Question, tables: Sequence[int], possible: Sequence[Ways]
 ) -> tuple[list[Way], list[Way]]:
   """Returns the fastest ways of tables that fit into memory, and the fastest.
 
@@ -389,7 +387,7 @@ def _kept(gradients: Iterable[Gradient]) -> float:
 
 def planned(
   question: Question,
-  predicted: Sequence[Mapping[Way, Prediction]],
+  predicted: Sequence[Ways],
   chosen: Strategy,
   fastest: Mapping[int, Way] = types.MappingProxyType({}),
 ) -> Plan:
@@ -467,11 +465,7 @@ def planned(
 
 
 def _reason(
-  question: Question,
-  gradient: Gradient,
-  ways: Mapping[Way, Prediction],
-  way: Way,
-  fastest: Way,
+  question: Question, gradient: Gradient, ways: Ways, way: Way, fastest: Way
 ) -> str:
   """Returns why a leaf has its way; empty for leaves without a choice.
 
@@ -501,7 +495,7 @@ def _reason(
 
 
 def _others(
-  ways: Mapping[Way, Prediction], chosen: Way, with_memory: bool
+  ways: Ways, chosen: Way, with_memory: bool
 ) -> tuple[Alternative, ...]:
   """Returns the ways that were not chosen, the fastest first."""
   others = [

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 import optax
 
 from zenjax._src.compress import all_reduce as compressed
 from zenjax._src.core import arguments
+from zenjax._src.core.collectives import Axes
 from zenjax._src.gradients import value_and_grad as row_gradients
 from zenjax._src.planner import same_training
 from zenjax._src.planner.optimizer_facts import Optimizer
@@ -77,7 +79,7 @@ def set_up(
   plan: Plan,
   params: Any,
   tx: optax.GradientTransformation,
-  mesh: jax.sharding.Mesh,
+  mesh: Mesh,
 ) -> Program:
   """Places parameters and optimizer state on a mesh, as planned.
 
@@ -132,7 +134,7 @@ def set_up(
       " `zenjax.planner.plan(.., tx=tx)`."
     )
   arguments.optimizer("tx", tx)
-  if not isinstance(mesh, jax.sharding.Mesh):
+  if not isinstance(mesh, Mesh):
     raise TypeError(
       f"`mesh` must be a jax.sharding.Mesh, got {type(mesh).__name__}."
     )
@@ -195,7 +197,7 @@ def _carriers(plan: Plan) -> list[str]:
   return [form for form in (ROWS, SHARDED, ZERO1, XLA) if form in forms]
 
 
-def _state_placed(state: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
+def _state_placed(state: Any, params: Any, mesh: Mesh) -> Any:
   """Returns a state on the mesh, each leaf placed like its parameter."""
   like = dict(leaf_util.named_leaves(params, is_sharded))
   everywhere = NamedSharding(mesh, PartitionSpec())
@@ -253,10 +255,7 @@ def _check(plan: Plan, optimizer: Optimizer) -> None:
 
 
 def _placed(
-  params: Any,
-  form_of: Mapping[str, str],
-  axes: tuple[str, ...],
-  mesh: jax.sharding.Mesh,
+  params: Any, form_of: Mapping[str, str], axes: Axes, mesh: Mesh
 ) -> Any:
   """Returns parameters with every table placed in its form."""
   spec_of = {XLA: PartitionSpec(axes), SHARDED: PartitionSpec(axes[-1])}
@@ -294,8 +293,8 @@ def _placed(
 
 def _transformation(
   plan: Plan,
-  axes: tuple[str, ...],
-  mesh: jax.sharding.Mesh,
+  axes: Axes,
+  mesh: Mesh,
   tx: optax.GradientTransformation,
   params: Any,
 ) -> optax.GradientTransformationExtraArgs:
@@ -332,10 +331,7 @@ def _transformation(
 
 
 def _of_replicated(
-  plan: Plan,
-  axes: tuple[str, ...],
-  mesh: jax.sharding.Mesh,
-  tx: optax.GradientTransformation,
+  plan: Plan, axes: Axes, mesh: Mesh, tx: optax.GradientTransformation
 ) -> optax.GradientTransformation:
   """Returns the transformation of replicated parameters, by rows or whole."""
   leaves = [x for x in plan.leaves if x.form in plans.SYNCED]
@@ -350,8 +346,8 @@ def _of_replicated(
 
 def _kept_apart(
   tx: optax.GradientTransformation,
-  axes: tuple[str, ...],
-  mesh: jax.sharding.Mesh,
+  axes: Axes,
+  mesh: Mesh,
   chosen: Callable[[str, Any], bool],
 ) -> optax.GradientTransformationExtraArgs:
   """Returns `tx` with updates and state of chosen leaves sharded by rows.

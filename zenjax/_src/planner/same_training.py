@@ -1,9 +1,8 @@
 """Finds the ways of a table that train as the user's program for one device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from zenjax._src.machine.cost import Prediction
-from zenjax._src.machine.cost import Way
+from zenjax._src.machine.cost import Ways
 from zenjax._src.planner.optimizer_facts import Optimizer
 from zenjax._src.planner.questions import Gradient
 from zenjax._src.planner.questions import Question
@@ -35,9 +34,7 @@ _COPIES = (
 )
 
 
-def ways(
-  question: Question, predicted: Sequence[Mapping[Way, Prediction]]
-) -> list[Mapping[Way, Prediction]]:
+def ways(question: Question, predicted: Sequence[Ways]) -> list[Ways]:
   """Returns the ways of each gradient that give the same training.
 
   Args:
@@ -68,11 +65,8 @@ def beside_compressed(question: Question) -> dict[str, str]:
 
 
 def _of_table(
-  question: Question,
-  gradient: Gradient,
-  of_leaf: Mapping[Way, Prediction],
-  optimizer: Optimizer,
-) -> Mapping[Way, Prediction]:
+  question: Question, gradient: Gradient, of_leaf: Ways, optimizer: Optimizer
+) -> Ways:
   """Returns the ways of a table that give the same training."""
   refused: dict[str, str] = {}
   if gradient.name not in optimizer.resting:

@@ -13,7 +13,6 @@
 Letters: `R` rows, `D` columns, `n` devices, `K` lookups of a device.
 """
 
-from collections.abc import Mapping
 import dataclasses
 import math
 
@@ -23,6 +22,7 @@ from zenjax._src.machine.cost import PMEAN
 from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.cost import Way
+from zenjax._src.machine.cost import Ways
 from zenjax._src.planner.questions import Gradient
 from zenjax._src.planner.questions import Question
 from zenjax._src.schemes import buffer_sizes
@@ -35,7 +35,7 @@ from zenjax._src.tables import fetch
 
 
 def every_form(
-  question: Question, gradient: Gradient, ways: Mapping[Way, Prediction]
+  question: Question, gradient: Gradient, ways: Ways
 ) -> dict[Way, Prediction]:
   """Predicts the costs of a table in each form that it can have.
 
