@@ -292,8 +292,10 @@ def time(name: str, given: Any, *, may_be_zero: bool = False) -> float:
   """Returns seconds; raises ValueError unless they are finite and positive."""
   seconds = arguments.number(name, given)
   if not 0 <= seconds < math.inf or not (seconds or may_be_zero):
-    rule = "of 0 or more" if may_be_zero else "above 0"
-    raise ValueError(f"`{name}` must be a finite time {rule}, got {given!r}.")
+    rule = (
+      "finite time of 0 or more" if may_be_zero else "positive, finite time"
+    )
+    raise ValueError(f"`{name}` must be a {rule}, got {given!r}.")
   return seconds
 
 
