@@ -414,9 +414,8 @@ def planned(
     if way.compressor and chosen.cuts:
       part = f"part {chosen.part(gradient) + 1} of {len(chosen.cuts) + 1}"
       reason = "; ".join([*filter(None, [reason]), part])
-    memory = None
-    if question.optimizer and question.may_send_rows(gradient):
-      memory = ways[way].memory
+    holds_table = question.optimizer and question.may_send_rows(gradient)
+    memory = ways[way].memory if holds_table else None
     leaves.append(
       LeafPlan(
         name=gradient.name,

@@ -76,10 +76,7 @@ class Program(NamedTuple):
 
 
 def set_up(
-  plan: Plan,
-  params: Any,
-  tx: optax.GradientTransformation,
-  mesh: Mesh,
+  plan: Plan, params: Any, tx: optax.GradientTransformation, mesh: Mesh
 ) -> Program:
   """Places parameters and optimizer state on a mesh, as planned.
 

@@ -292,9 +292,7 @@ def time(name: str, given: Any, *, may_be_zero: bool = False) -> float:
   """Returns seconds; raises ValueError unless they are finite and positive."""
   seconds = arguments.number(name, given)
   if not 0 <= seconds < math.inf or not (seconds or may_be_zero):
-    rule = (
-      "finite time of 0 or more" if may_be_zero else "positive, finite time"
-    )
+    rule = "finite time of 0 or more" if may_be_zero else "positive finite time"
     raise ValueError(f"`{name}` must be a {rule}, got {given!r}.")
   return seconds
 
