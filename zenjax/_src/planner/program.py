@@ -207,8 +207,7 @@ def _state_placed(state: Any, params: Any, mesh: Mesh) -> Any:
       where = of.sharding
     return jax.device_put(x, where)
 
-  placed = [place(*leaf) for leaf in leaf_util.named_leaves(state)]
-  return jax.tree.unflatten(jax.tree.structure(state), placed)
+  return leaf_util.map_named(place, state)
 
 
 def _parameter_of(name: str, names: Container[str]) -> str:
@@ -261,12 +260,11 @@ def _placed(
   )
   by_owners = lambda name, _: form_of[name] == SHARDED
 
+  def put(name: str, x: Any) -> Any:
+    return x if by_owners(name, x) else jax.device_put(x, sharding_of(name))
+
   def place(params: Any) -> Any:
-    leaves = [
-      x if by_owners(name, x) else jax.device_put(x, sharding_of(name))
-      for name, x in leaf_util.named_leaves(params)
-    ]
-    placed = jax.tree.unflatten(jax.tree.structure(params), leaves)
+    placed = leaf_util.map_named(put, params)
     if SHARDED not in form_of.values():
       return placed
     copies = axes[:-1] or None
@@ -279,13 +277,14 @@ def _placed(
   # Inside `jit`, no device has all rows of a sharded table. Without
   # `out_shardings`, XLA would replicate the tables that it shards.
   make = lambda: place(params())
+
+  def out_sharding(name: str, x: Any) -> Any:
+    over = sharding_of(name)
+    return x.with_value(over) if is_sharded(x) else over
+
   types = jax.eval_shape(make)
-  shardings = [
-    x.with_value(sharding_of(name)) if is_sharded(x) else sharding_of(name)
-    for name, x in leaf_util.named_leaves(types, is_sharded)
-  ]
-  structure = jax.tree.structure(types, is_leaf=is_sharded)
-  return jax.jit(make, out_shardings=structure.unflatten(shardings))()
+  shardings = leaf_util.map_named(out_sharding, types, is_sharded)
+  return jax.jit(make, out_shardings=shardings)()
 
 
 def _transformation(
@@ -317,14 +316,9 @@ def _transformation(
   first, *more = made
   if not more:
     return optax.with_extra_args_support(made[first])
-  labels = [
-    form if (form := form_of[name]) in made else first
-    for name, _ in leaf_util.named_leaves(params, is_sharded)
-  ]
-  structure = jax.tree.structure(params, is_leaf=is_sharded)
-  return optax.with_extra_args_support(
-    optax.partition(made, structure.unflatten(labels))
-  )
+  label = lambda name, _: form_of[name] if form_of[name] in made else first
+  labels = leaf_util.map_named(label, params, is_sharded)
+  return optax.with_extra_args_support(optax.partition(made, labels))
 
 
 def _of_replicated(
@@ -365,12 +359,8 @@ def _kept_apart(
       is_mine = shapes.get(name) == jnp.shape(x)
       return lax.with_sharding_constraint(x, split) if is_mine else x
 
-    of_state = [
-      pinned(_parameter_of(name, names), x)
-      for name, x in leaf_util.named_leaves(state)
-    ]
-    state = jax.tree.unflatten(jax.tree.structure(state), of_state)
-    updates = [pinned(*leaf) for leaf in named]
-    return jax.tree.unflatten(jax.tree.structure(out), updates), state
+    of_state = lambda name, x: pinned(_parameter_of(name, names), x)
+    state = leaf_util.map_named(of_state, state)
+    return leaf_util.map_named(pinned, out), state
 
   return optax.GradientTransformationExtraArgs(tx.init, update)

@@ -53,6 +53,16 @@ def named_leaves(
   ]
 
 
+def map_named(
+  f: Callable[[str, Any], Any],
+  tree: Any,
+  is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+  """Returns the tree of `f(name, leaf)`, with names of `named_leaves`."""
+  structure = jax.tree.structure(tree, is_leaf=is_leaf)
+  return structure.unflatten([f(*x) for x in named_leaves(tree, is_leaf)])
+
+
 def _is_box(key: Any) -> bool:
   """Returns True for the key inside of a variable or a sharded table."""
   name = getattr(key, "name", None)
