@@ -172,7 +172,8 @@ def _is_dense(
 ) -> jax.Array | None:
   """Returns true if rows cost more than a dense all-reduce would.
 
-  The bytes of all rounds are estimated from the first. None if it cannot be:
+  The bytes of all rounds are estimated from the first, without padding, because
+  `zenjax.tune` can remove that but never undoes a dense sum. None if it cannot be:
   SparseRows have no array to sum, and a table that fits one round is done.
   """
   if plan.table.look_ups is not None or scheme.holds_all(plan, context):
