@@ -94,12 +94,7 @@ class RowAnalysis:
     whole = program.trace(program.sizes)
     arrays = list(filter(_is_array, leaves))
     results = _WithNumbers().run(some, whole, arrays)
-    count = len(program.leaves[0])
-    of_updates, of_state = program.structures[:2]
-    return (
-      of_updates.unflatten(results[:count]),
-      of_state.unflatten(results[count:]),
-    )
+    return jax.tree.structure((grads, state)).unflatten(results)
 
 
 def analysis_of(
@@ -389,10 +384,10 @@ class _Facts(jaxprs.Pairwise):
       fact = self._through(name, eqn, other, reads)
     except _Mixes as error:
       return Fact(sums=sums, refusal=f"{error} ({self.place(eqn)})")
-    return fact._replace(sums=self.place(eqn) if fact.sums else sums)
+    return fact if fact.sums else fact._replace(sums=sums)
 
   def _through(self, name, eqn, twin, reads) -> Fact:
-    """Returns the fact of an equation's results, except for its line."""
+    """Returns the fact of an equation's results, except for earlier sums."""
     idle = _idle(name, eqn, reads)
     tables = {f.table for f in reads if f.table is not None}
     if not tables:
@@ -404,16 +399,14 @@ class _Facts(jaxprs.Pairwise):
     if name in _ELEMENTWISE:
       return Fact(table, idle)
     dims = _row_dims(eqn.outvars[0], twin.outvars[0])
-    if name in _REDUCTIONS and not dims:
-      if name not in _NEUTRAL:
-        raise _Mixes(f"it mixes rows, by {name}")
+    if name in _NEUTRAL and not dims:
       neutral = _NEUTRAL[name]
-      if not any(_is_number(f.idle) and f.idle == neutral for f in reads):
-        raise _Mixes(
-          "it needs state or parameters of rows that a step does not touch, by"
-          f" {name}"
-        )
-      return Fact(sums=name)
+      if any(_is_number(f.idle) and f.idle == neutral for f in reads):
+        return Fact(sums=self.place(eqn))
+      raise _Mixes(
+        "it needs state or parameters of rows that a step does not touch, by"
+        f" {name}"
+      )
     if len(dims) == 1 and self._keeps(name, eqn, twin, dims[0], table):
       return Fact(table, idle)
     raise _Mixes(f"it mixes rows, by {name}")
@@ -424,10 +417,11 @@ class _Facts(jaxprs.Pairwise):
       contracted, _ = eqn.params["dimension_numbers"]
       each = zip(eqn.invars, twin.invars, contracted)
       return not any([set(_row_dims(x, y)) & {*dims} for x, y, dims in each])
-    if name in _REDUCTIONS or name == "transpose":
+    if name in _IN_ORDER:
       return True
     if name in _ALONG:
-      axes = eqn.params[_ALONG[name]]
+      keys = ("axis", "dimension", "dimensions")
+      (axes,) = [eqn.params[key] for key in keys if key in eqn.params]
       return dim not in (axes if isinstance(axes, tuple) else (axes,))
     if name not in ("broadcast_in_dim", "slice", "reshape", "squeeze"):
       return False
@@ -452,8 +446,7 @@ def _require_uniform(name: str, eqn: Any, twin: Any) -> None:
   if name in _ELEMENTWISE or name in ("broadcast_in_dim", "transpose"):
     return
   if name == "iota":
-    dim = eqn.params["dimension"]
-    if eqn.params["shape"][dim] != twin.params["shape"][dim]:
+    if eqn.params["dimension"] in _row_dims(eqn.outvars[0], twin.outvars[0]):
       raise _Mixes("it numbers the rows")
     return
   if name in ("reshape", "squeeze"):
@@ -547,10 +540,10 @@ _ELEMENTWISE = {
     " stop_gradient=copy sub=subtract tan tanh xor=bitwise_xor"
   ).split()
 }
-# Operations that remove dimensions.
-_REDUCTIONS = frozenset(
-  "argmax argmin dot_general reduce_and reduce_max reduce_min reduce_or"
-  " reduce_prod reduce_sum".split()
+# Operations that keep the order along each dimension that is left.
+_IN_ORDER = frozenset(
+  "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod"
+  " reduce_sum transpose".split()
 )
 # The value at a row with which a reduction over rows is right without that row.
 _NEUTRAL = {
@@ -560,17 +553,9 @@ _NEUTRAL = {
   "reduce_or": False,
 }
 # Operations along the dimensions in a parameter, which mix nothing else.
-_ALONG = {
-  "concatenate": "dimension",
-  "cumlogsumexp": "axis",
-  "cummax": "axis",
-  "cummin": "axis",
-  "cumprod": "axis",
-  "cumsum": "axis",
-  "rev": "dimensions",
-  "sort": "dimension",
-  "split": "axis",
-}
+_ALONG = frozenset(
+  "concatenate cumlogsumexp cummax cummin cumprod cumsum rev sort split".split()
+)
 # Operations that keep any value.
 _STAYS = ("copy", "copy_p", "pvary", "stop_gradient")
 # Operations that keep a number which all operands have, or only zero.
