@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zenjax._src.core import text
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.gradients import table_uses
 from zenjax._src.gradients.loss import partial_loss
@@ -66,11 +67,7 @@ class Explanation:
 
   def __str__(self) -> str:
     lines = [("leaf", "shape", "gradient", "why"), *map(_line, self.uses)]
-    widths = [max(len(line[i]) for line in lines) for i in range(3)]
-    return "\n".join(
-      "  ".join([*(c.ljust(w) for c, w in zip(line, widths)), line[3]])
-      for line in lines
-    )
+    return "\n".join(text.columns(lines, left=4))
 
 
 def explain_tables(

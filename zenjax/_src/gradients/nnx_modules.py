@@ -35,7 +35,6 @@ class Parts(NamedTuple):
   Attributes:
     position: The position of the argument.
     module: The module itself.
-    by: The filter of the variables to differentiate by.
     graph: The structure of the module.
     params: The variables to differentiate by.
     rest: All other variables.
@@ -43,15 +42,9 @@ class Parts(NamedTuple):
 
   position: int
   module: Any
-  by: Any
   graph: Any
   params: Any
   rest: Any
-
-  @classmethod
-  def of(cls, position: int, module: Any, by: Any) -> "Parts":
-    split = sys.modules["flax.nnx"].split(module, by, ...)
-    return cls(position, module, by, *split)
 
   def merged(self) -> Any:
     """Returns a copy of the module that a trace may write to."""
@@ -64,21 +57,18 @@ class Parts(NamedTuple):
     Others are left out, because a loss that returns a table uses all of it.
     """
     nnx = sys.modules["flax.nnx"]
-    new = self.of(self.position, merged, self.by)
-    if new.graph != self.graph:
+    graph, new = nnx.split(merged)
+    if graph != self.graph:
       raise ValueError(
         "`fun` must not change anything but the values of variables in argument"
         f" {self.position}, an nnx module. Keep counters in an `nnx.Variable`,"
         " call `train()` or `eval()` before, and return new variables with"
         " `has_aux=True`."
       )
-    flat = lambda part: [
-      *nnx.to_flat_state(part.params),
-      *nnx.to_flat_state(part.rest),
-    ]
-    old = {path: x.get_value() for path, x in flat(self)}
-    written = [(p, x) for p, x in flat(new) if x.get_value() is not old[p]]
-    return nnx.from_flat_state(written)
+    old = dict([*nnx.to_flat_state(self.params), *nnx.to_flat_state(self.rest)])
+    is_written = lambda path, x: x.get_value() is not old[path].get_value()
+    variables = nnx.to_flat_state(new)
+    return nnx.from_flat_state([x for x in variables if is_written(*x)])
 
 
 def parts_of(
@@ -95,7 +85,8 @@ def parts_of(
     leaves = jax.tree.leaves(argument, is_leaf=is_module)
     modules = [x for x in leaves if is_module(x)]
     if is_module(argument) and isinstance(i, int):
-      parts[i] = Parts.of(i, argument, filters.get(i, nnx.Nothing()))
+      split = nnx.split(argument, filters.get(i, nnx.Nothing()), ...)
+      parts[i] = Parts(i, argument, *split)
     elif modules and i in filters:
       raise ValueError(
         f"`fun` must be given nnx modules as arguments of their own, but"
