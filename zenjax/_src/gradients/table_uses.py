@@ -103,10 +103,9 @@ class Tables:
   def require(self) -> "Tables":
     """Raises ValueError if a leaf must give rows but has another use."""
     for i in self.demanded:
-      refusal = self.refusals.get(i)
-      if refusal is None:
+      if i not in self.refusals:
         continue
-      name, reason, place = self.names[i], refusal.reason, refusal.place
+      name, (reason, place) = self.names[i], self.refusals[i]
       use = f"it {reason}, at {place}" if place else f"it {reason}"
       if i in self.traced.away:
         raise ValueError(
@@ -200,8 +199,9 @@ def find(loss: Loss, spec: SparseSpec) -> Tables:
   names += loss.frozen
   wanted += [True] * len(loss.frozen)
   wanted = [i in away or w for i, w in enumerate(wanted)]
-  reasons = {i: _unfit(x, w) for i, (x, w) in enumerate(zip(leaves, wanted))}
-  candidates = [i for i, reason in reasons.items() if not reason]
+  reasons = map(_unfit, leaves, wanted)
+  refusals = {i: Refusal(reason) for i, reason in enumerate(reasons) if reason}
+  candidates = [i for i in range(len(leaves)) if i not in refusals]
   run: Any = None
 
   def first_run(leaves):
@@ -217,10 +217,9 @@ def find(loss: Loss, spec: SparseSpec) -> Tables:
     # JAX drops lookups of no ids, so an empty batch does not use its table.
     may_rest = wanted[i] or leaf_util.is_table(leaves[i])
     if i not in looked_up and not may_rest:
-      reasons[i] = "is not looked up"
+      refusals[i] = Refusal("is not looked up")
     elif i in summed:
-      reasons[i] = _SUMMED
-  refusals = {i: Refusal(reason) for i, reason in reasons.items() if reason}
+      refusals[i] = Refusal(_SUMMED)
   refusals |= run.refusals
   rows = [i for i in candidates if i not in refusals]
   return Tables(

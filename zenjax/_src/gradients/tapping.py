@@ -29,23 +29,9 @@ from zenjax._src.gradients import look_ups
 # Operations on a whole table that are done to its rows instead: a cast, a
 # factor, a row set to a constant. They give the same rows before and after the
 # lookup.
-STEPS = (
-  "convert_element_type",
-  "neg",
-  "mul",
-  "div",
-  "scatter",
-  "stop_gradient",
-)
+STEPS = "convert_element_type neg mul div scatter stop_gradient".split()
 # Operations that change only types or placement are done to the table.
-PLACES = (
-  "copy",
-  "copy_p",
-  "pvary",
-  "pcast",
-  "sharding_constraint",
-  "reshard",
-)
+PLACES = "copy copy_p pvary pcast sharding_constraint reshard".split()
 
 # `(rows [..., D], ids [...]) -> rows`, where ids are rows of the leaf.
 Step = Callable[[jax.Array, jax.Array], jax.Array]
@@ -191,6 +177,11 @@ class Site(NamedTuple):
     """Returns the number of rows that it reads in all."""
     return math.prod([*self.lengths, *self.shape[:-1]])
 
+  @property
+  def place(self) -> PartitionSpec:
+    """Returns how its rows are sharded, with the steps of scans in front."""
+    return PartitionSpec(*[None] * len(self.lengths), *self.spec)
+
   def tap(self) -> jax.Array:
     """Returns zeros typed like the rows.
 
@@ -200,10 +191,7 @@ class Site(NamedTuple):
     axes = tuple(self.varying)
     if axes:
       return lax.pcast(zeros, axes, to="varying")
-    if any(self.spec):
-      spec = PartitionSpec(*[None] * len(self.lengths), *self.spec)
-      return jax.sharding.reshard(zeros, spec)
-    return zeros
+    return jax.sharding.reshard(zeros, self.place) if any(self.spec) else zeros
 
 
 class Refusal(NamedTuple):
@@ -294,14 +282,9 @@ class Run:
       places = look_ups.cut(eqn, view.table, view.place, others)
       if places is not None:
         tables = jaxprs.bind(eqn, [view.table, *others])
-        return _seen(
-          eqn,
-          values,
-          [
-            view._replace(table=table, place=place)
-            for table, place in zip(tables, places, strict=True)
-          ],
-        )
+        parts = zip(tables, places, strict=True)
+        cuts = [view._replace(table=x, place=place) for x, place in parts]
+        return _seen(eqn, values, cuts)
     if first == 0 and name in look_ups.FORMS:
       return self._look_up(eqn, view, values, at)
     return self._refuse(eqn, values, f"is used by `{name}`")
@@ -345,9 +328,10 @@ class Run:
     stacks = {
       i: x for i, x in enumerate(xs) if isinstance(x, View) and x.place.strides
     }
-    rows = [x for i, x in enumerate(xs) if i not in stacks]
-    self._note(eqn, [*carry, *rows], "is carried or cut up by a `scan`")
-    carry = wholes(carry)
+    plain = [stacks[i].table if i in stacks else x for i, x in enumerate(xs)]
+    reason = "is carried or cut up by a `scan`"
+    carry = self._used(eqn, carry, reason)
+    plain = self._used(eqn, plain, reason)
     length = eqn.params["length"]
     turns = jnp.arange(length, dtype=jnp.int32) if stacks else None
 
@@ -363,11 +347,10 @@ class Run:
       outs = self._returned(eqn, outs)
       return outs[: len(carry)], (outs[len(carry) :], told)
 
-    plain = [stacks[i].table if i in stacks else x for i, x in enumerate(xs)]
     carry, (ys, told) = lax.scan(
       turn,
       carry,
-      (wholes(plain), turns, self._given(at)),
+      (plain, turns, self._given(at)),
       length=length,
       reverse=eqn.params["reverse"],
       unroll=eqn.params["unroll"],
@@ -380,10 +363,7 @@ class Run:
     same: dict[int, View] = {}  # Tables that come out unchanged.
 
     def inside(given, plain):
-      left = iter(plain)
-      args = [
-        views[i] if i in views else next(left) for i in range(len(values))
-      ]
+      args = [views.get(i, x) for i, x in enumerate(plain)]
       outs, told = self._inside(eqn, args, at, given)
       for k, out in enumerate(outs):
         if any(out is view for view in views.values()):
@@ -395,7 +375,7 @@ class Run:
       policy=eqn.params["policy"],
       prevent_cse=eqn.params["prevent_cse"],
     )
-    plain = [x for i, x in enumerate(values) if i not in views]
+    plain = [None if i in views else x for i, x in enumerate(values)]
     outs, told = inside(self._given(at), plain)
     self.told |= told
     return [same.get(k, out) for k, out in enumerate(outs)]
@@ -416,8 +396,7 @@ class Run:
     return inner.run(body, consts, args, at), inner.told
 
   def _returned(self, eqn, outs) -> list:
-    self._note(eqn, outs, f"is returned by a `{eqn.primitive.name}`")
-    return wholes(outs)
+    return self._used(eqn, outs, f"is returned by a `{eqn.primitive.name}`")
 
   def _called_back(self, eqn, values, at) -> list:
     """Returns a callback's results, which are reused if it has run."""
@@ -428,14 +407,15 @@ class Run:
     return outs
 
   def _refuse(self, eqn, values, reason) -> list:
-    self._note(eqn, values, reason)
-    return jaxprs.bind(eqn, wholes(values))
+    return jaxprs.bind(eqn, self._used(eqn, values, reason))
 
-  def _note(self, eqn, values, reason):
+  def _used(self, eqn, values, reason) -> list:
+    """Returns whole tables in place of views, and notes that they are used."""
     for value in values:
       if isinstance(value, View):
         refusal = Refusal(reason, jaxprs.source_place(eqn))
         self.refusals.setdefault(value.param, refusal)
+    return wholes(values)
 
 
 # Equations that run another program, which may look up rows or call the host.
