@@ -113,7 +113,7 @@ def step(tx, table, rows):
 
 
 CURES = {
-  "another table + rows": (lambda t, g: t[1:] + g, "an array of their shape"),
+  "another table + rows": (lambda t, g: t[1:] + g, "must have the shape"),
   "number + rows": (lambda t, g: 1.0 + g, UPDATES),
   "rows + table": (lambda t, g: g + t, UPDATES),
   "table - rows": (lambda t, g: t - g, UPDATES),

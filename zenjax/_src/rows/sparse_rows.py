@@ -88,17 +88,14 @@ def seal(ids: jax.Array) -> jax.Array:
   return jax.random.wrap_key_data(words[..., None], impl=_ROW_IDS)
 
 
-def unseal(sealed: jax.Array) -> jax.Array:
-  """Inverse of `seal`."""
+def unseal(sealed: Any) -> Any:
+  """Inverse of `seal`; specs and shapes are returned as they are."""
+  is_array = isinstance(sealed, jax.Array)
+  if not is_array or not jnp.issubdtype(sealed.dtype, jax.dtypes.prng_key):
+    return sealed
   # Without the clone, `jax_debug_key_reuse` would allow only one read.
   words = jax.random.key_data(jax.random.clone(sealed))[..., 0]
   return lax.bitcast_convert_type(words ^ _NOWHERE, jnp.int32)
-
-
-def is_sealed(x: Any) -> bool:
-  """Returns True for a result of `seal`; false for specs and shapes."""
-  is_array = isinstance(x, jax.Array)
-  return is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 # Classes that are not arrays, and whose errors say what to do instead.
@@ -211,8 +208,7 @@ class SparseRows(NoArray):
   @property
   def indices(self) -> Any:
     """Row ids, `[K] int32`."""
-    ids = self._ids
-    return unseal(ids) if is_sealed(ids) else ids
+    return unseal(self._ids)
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -309,18 +305,7 @@ class SparseRows(NoArray):
     """
     if not isinstance(table, jax.Array | np.ndarray):
       self._not_added(table)
-    require_one("one that is added", self)
-    if self.by_owner:
-      raise ValueError(
-        "Gradients of a ShardedTable cannot be added to its rows. Update it"
-        " with `zenjax.sharded_optimizer`. To freeze it, put"
-        " `optax.set_to_zero()` inside."
-      )
-    if table.shape != self.shape:
-      raise ValueError(
-        "SparseRows can only be added to an array of their shape"
-        f" {self.shape}, got {table.shape}."
-      )
+    require_update(self, table.shape)
     return added(jnp.asarray(table), self)
 
   @classmethod
@@ -463,6 +448,30 @@ def require_one(what: str, rows: SparseRows) -> None:
       f"SparseRows must have `values: [K, D]`, but {what} is a stack with"
       f" values of shape {rows.values.shape}. If a scan made it, put the scan"
       " into the loss. Otherwise convert it with `.to_dense()`."
+    )
+
+
+def require_update(
+  rows: SparseRows, shape: tuple[int, ...], of: str = ""
+) -> None:
+  """Raises ValueError for rows that do not update a parameter of this shape.
+
+  Args:
+    rows: The update.
+    shape: The shape of the parameter.
+    of: Which parameter it is, in words.
+  """
+  if rows.by_owner:
+    raise ValueError(
+      f"`updates` has the gradient{of} of a ShardedTable instead of an update."
+      " Call `zenjax.sharded_optimizer(..).update` first. To freeze the table,"
+      " put `optax.set_to_zero()` inside it."
+    )
+  require_one(f"the update{of}", rows)
+  if rows.shape != shape:
+    raise ValueError(
+      f"SparseRows{of} must have the shape of the parameter, {shape}, got"
+      f" {rows.shape}. Set `num_rows` to its first dimension."
     )
 
 

@@ -10,7 +10,6 @@ from zenjax._src.rows import leaf_util
 from zenjax._src.rows import sparse_rows
 from zenjax._src.rows.row_analysis import RowAnalysis
 from zenjax._src.rows.sparse_rows import is_rows
-from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
 
 # The fewest rows that a step runs on. A program for one row may differ from the
@@ -152,18 +151,5 @@ def require_shapes(updates: Any, params: Any) -> None:
   named = leaf_util.named_leaves(params)
   leaves = jax.tree.structure(params).flatten_up_to(updates)
   for (name, param), update in zip(named, leaves):
-    if not is_rows(update):
-      continue
-    if update.by_owner:
-      raise ValueError(
-        f"`updates` has the gradient of the ShardedTable {name!r} instead of an"
-        " update. Call `zenjax.sharded_optimizer(..).update` first. To freeze"
-        " the table, put `optax.set_to_zero()` inside it."
-      )
-    require_one(f"the update of {name!r}", update)
-    if update.shape != jnp.shape(param):
-      raise ValueError(
-        f"SparseRows of {name!r} must have the shape of the parameter,"
-        f" {jnp.shape(param)}, got {update.shape}. Set `num_rows` to its first"
-        " dimension."
-      )
+    if is_rows(update):
+      sparse_rows.require_update(update, jnp.shape(param), f" of {name!r}")

@@ -44,8 +44,7 @@ class TableUpdate(NoArray):
 
   @property
   def slots(self) -> Any:
-    slots = self._slots
-    return sparse_rows.unseal(slots) if sparse_rows.is_sealed(slots) else slots
+    return sparse_rows.unseal(self._slots)
 
   @property
   def dtype(self) -> Any:
