@@ -75,22 +75,30 @@ def explicit_spec(x: jax.Array) -> tuple[Any, ...]:
 
 
 def on_automatic_axes(
-  f: Callable[..., Any], mesh: Any, out_sharding: Any
+  f: Callable[..., Any], mesh: Any, specs: Any
 ) -> Callable[..., Any]:
   """Returns `f` as a function of arrays on automatic axes.
 
   `jax.sharding.auto_axes` uses the mesh of the context. Without one it does
   nothing, even if the types of the arrays have a mesh, so this sets it.
-  """
-  explicit = explicit_of(mesh)
 
-  def over_explicit(lies: Any) -> Any:
-    each = [x if isinstance(x, tuple) else (x,) for x in lies.spec]
+  Args:
+    f: The function.
+    mesh: The mesh of the arrays; None inside `shard_map`.
+    specs: How results are sharded, as PartitionSpecs.
+  """
+  explicit = frozenset() if mesh is None else explicit_of(mesh)
+  if not explicit:
+    return f
+
+  def over_explicit(spec: Any) -> Any:
+    each = [x if isinstance(x, tuple) else (x,) for x in spec]
     kept = [tuple([axis for axis in x if axis in explicit]) for x in each]
     spec = jax.sharding.PartitionSpec(*[x or None for x in kept])
-    return jax.sharding.NamedSharding(lies.mesh, spec)
+    return jax.sharding.NamedSharding(mesh, spec)
 
-  out_sharding = jax.tree.map(over_explicit, out_sharding)
+  is_spec = lambda x: isinstance(x, jax.sharding.PartitionSpec)
+  out_sharding = jax.tree.map(over_explicit, specs, is_leaf=is_spec)
   automatic = jax.sharding.auto_axes(f, out_sharding=out_sharding)
 
   def of_automatic(*args: Any) -> Any:

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core as jex_core
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
 from zenjax._src.core import compat
@@ -67,8 +65,7 @@ def apply(fun: Callable[..., Any]) -> Callable[..., Any]:
       return fun(*args, **kwargs)
     found = table_uses.find(loss, None).require()
     traced, asked = found.traced, Asked.of(found)
-    rows = asked.rows({path: x.tap() for path, x in found.sites.items()})
-    rows |= asked.called_back
+    rows = asked.rows() | asked.called_back
     outputs = lambda types, rows: traced.run(types, found.rows, rows)[0]
     outs = without_tables(traced, outputs, rows)
     return loss.result(traced.rebuild(outs))
@@ -169,15 +166,14 @@ class Asked(NamedTuple):
       )
     ahead_of = lambda *args: self._on_devices(fetch.ask_all, *args)[0]
     split = PartitionSpec(self.tables[0].batch_axes)
-    return self._on_automatic_axes(ahead_of, split)(self.tables, self.ids)
+    mesh = sharded_table.mesh_of(self.tables)
+    ahead_of = compat.on_automatic_axes(ahead_of, mesh, split)
+    return ahead_of(self.tables, self.ids)
 
-  def rows(
-    self, taps: dict[Path, jax.Array], prefetched: fetch.Ahead | None = None
-  ) -> dict[Path, jax.Array]:
+  def rows(self, prefetched: fetch.Ahead | None = None) -> dict[Path, Any]:
     """Fetches the rows of each lookup.
 
     Args:
-      taps: Arrays that are placed as the rows of each lookup must be.
       prefetched: The result of `ahead`.
     """
     if not self.tables:
@@ -185,26 +181,16 @@ class Asked(NamedTuple):
 
     def rows_of(*args):
       rows, reshapes = self._on_devices(fetch.fetch_all, *args)
-      return [
-        {path: reshape(x) for path, reshape, x in zip(*of_table)}
+      return {
+        path: reshape(x)
         for of_table in zip(self.sites, reshapes, rows)
-      ]
+        for path, reshape, x in zip(*of_table)
+      }
 
-    place = lambda path: PartitionSpec(*compat.explicit_spec(taps[path]))
-    places = [{path: place(path) for path in sites} for sites in self.sites]
-    rows_of = self._on_automatic_axes(rows_of, places)
-    rows = rows_of(self.tables, self.ids, prefetched)
-    return {path: x for of_table in rows for path, x in of_table.items()}
-
-  def _on_automatic_axes(self, f: Callable[..., Any], specs: Any) -> Any:
-    """Returns `f` for explicit axes too, with results sharded by `specs`."""
+    places = {path: x.place for of in self.sites for path, x in of.items()}
     mesh = sharded_table.mesh_of(self.tables)
-    if mesh is None or not compat.explicit_of(mesh):
-      return f
-    place = lambda spec: NamedSharding(mesh, spec)
-    is_spec = lambda x: isinstance(x, PartitionSpec)
-    places = jax.tree.map(place, specs, is_leaf=is_spec)
-    return compat.on_automatic_axes(f, mesh, places)
+    rows_of = compat.on_automatic_axes(rows_of, mesh, places)
+    return rows_of(self.tables, self.ids, prefetched)
 
   def _on_devices(self, f: Any, tables: list[Any], ids: Any, *args: Any) -> Any:
     """Runs `f` on each device, with its part of the tables and of flat ids.
@@ -217,9 +203,11 @@ class Asked(NamedTuple):
     devices = math.prod([sizes.get(axis, 1) for axis in axes])
     flat, reshapes = [], []
     for table, some, sites in zip(tables, ids, self.sites):
-      turns = [len(site.lengths) for site in sites.values()]
-      both = [batch_layout.flat_ids(*x, devices) for x in zip(some, turns)]
-      flat.append([jnp.where(x < 0, table.num_rows, x) for x, _ in both])
+      both = [
+        batch_layout.flat_ids(x, len(site.lengths), devices, table.num_rows)
+        for x, site in zip(some, sites.values())
+      ]
+      flat.append([x for x, _ in both])
       reshapes.append([reshape for _, reshape in both])
     split = PartitionSpec(axes)
     specs = PartitionSpec(tables[0].axes), split, *[split] * len(args)

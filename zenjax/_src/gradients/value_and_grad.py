@@ -192,17 +192,15 @@ def filter_value_and_grad(
 
   @functools.wraps(fun)
   def value_and_grad_of(model, *args, **kwargs):
-    is_none = lambda x: x is None
+    is_floating = lambda x: (
+      (leaf_util.is_array(x) or is_sharded(x))
+      and jnp.issubdtype(x.dtype, jnp.inexact)
+    )
+    _, whole = leaf_util.arrays_of(model, is_floating)
 
     def loss(params, *args, **kwargs):
-      whole = jax.tree.map(
-        lambda x, rest: rest if x is None else x, params, model, is_leaf=is_none
-      )
-      return fun(whole, *args, **kwargs)
+      return fun(whole(jax.tree.leaves(params)), *args, **kwargs)
 
-    is_floating = lambda x: (
-      leaf_util.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
-    )
     params = jax.tree.map(lambda x: x if is_floating(x) else None, model)
     both = value_and_grad(loss, has_aux=has_aux, tables=tables)
     return both(params, *args, **kwargs)
@@ -219,7 +217,7 @@ def _differentiate(found, options, prefetched):
   called_back = {}
   if traced.away:
     asked = sharded_lookups.Asked.of(found)
-    taps |= asked.rows(taps, prefetched)
+    taps |= asked.rows(prefetched)
     called_back = asked.called_back
   elif prefetched is not None:
     raise ValueError(

@@ -38,13 +38,10 @@ def spread_of(arrays: Sequence[jax.Array]) -> Spread:
     axes = _axes(compat.explicit_spec(x)[0])
     if axes:
       return Spread(_devices(x, axes), axes)
-  around = jax.sharding.get_abstract_mesh()
-  for mesh in [around, *(jax.typeof(x).sharding.mesh for x in arrays)]:
-    if mesh.manual_axes:
-      return Spread(1, ())
-    if not mesh.empty:
-      return Spread(mesh.size, ())
-  return Spread(1, ())
+  meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+  meshes = [jax.sharding.get_abstract_mesh(), *meshes]
+  mesh = next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+  return Spread(1 if mesh.empty or mesh.manual_axes else mesh.size, ())
 
 
 def joined(parts: Sequence[jax.Array], spread: Spread) -> jax.Array:
@@ -106,7 +103,7 @@ def flattened(
 
 
 def flat_ids(
-  ids: jax.Array, turns: int, devices: int
+  ids: jax.Array, turns: int, devices: int, padding: int
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
   """Flattens ids of any shape, padded so that `devices` divides them.
 
@@ -114,17 +111,18 @@ def flat_ids(
     ids: `[*turns, *batch]`, on automatic axes or on one device.
     turns: The number of dimensions that scans put in front of the batch.
     devices: The devices over which they may be sharded.
+    padding: The id of no row.
 
   Returns:
-    `[K]` with -1 as padding, at least one for each device, and a function that
-    reshapes rows `[K, D]` to `[*turns, *batch, D]`.
+    `[K]`, at least one for each device, and a function that reshapes rows `[K,
+    D]` to `[*turns, *batch, D]`.
   """
   moved = 0 < turns < ids.ndim and devices > 1
   first = jnp.moveaxis(ids, turns, 0) if moved else ids
   flat = first.reshape(-1)
   count = flat.size
   missing = -count % devices if count else devices
-  flat = jnp.pad(flat, (0, missing), constant_values=-1)
+  flat = jnp.pad(flat, (0, missing), constant_values=padding)
 
   def back(rows: jax.Array) -> jax.Array:
     rows = rows[:count].reshape(*first.shape, -1)

@@ -89,7 +89,7 @@ def refuse_sharded(
     if is_sharded(leaf):
       raise ValueError(
         f"`{argument}` of {by} must not hold a ShardedTable, but {name!r} is"
-        f" one. {remedy}."
+        f" sharded. {remedy}."
       )
 
 
@@ -111,14 +111,13 @@ def arrays_of(
     The nodes, and a function that puts other values in their place.
   """
   leaves, structure = jax.tree.flatten(tree, is_leaf=is_array)
-  taken = list(map(is_array, leaves))
+  taken = {i: x for i, x in enumerate(leaves) if is_array(x)}
 
   def back(arrays: Sequence[Any]) -> Any:
-    new = iter(arrays)
-    pairs = zip(leaves, taken)
-    return structure.unflatten([next(new) if out else x for x, out in pairs])
+    new = dict(zip(taken, arrays, strict=True))
+    return structure.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
 
-  return [x for x, out in zip(leaves, taken) if out], back
+  return list(taken.values()), back
 
 
 def shapes(

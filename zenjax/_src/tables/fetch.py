@@ -11,7 +11,6 @@ of a device, `C` rows that a buffer for one pair of devices holds.
 
 from collections.abc import Sequence
 import dataclasses
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -50,11 +49,7 @@ def buffer_size(look_ups: int, layout: Layout, sizes: Sequence[int]) -> int:
   return max(1, min(size, look_ups, layout.slots))
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=("places", "first", "number"),
-  meta_fields=("layout", "size"),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LookUps:
   """Lookups of a table on a device, the distinct ones sorted by owner."""
@@ -63,8 +58,8 @@ class LookUps:
   places: jax.Array
   first: jax.Array  # [n + 1] int32, where each owner's places begin
   number: jax.Array  # [K] int32, position of each lookup among the distinct
-  layout: Layout
-  size: int  # C
+  layout: Layout = dataclasses.field(metadata={"static": True})
+  size: int = dataclasses.field(metadata={"static": True})  # C
 
   @classmethod
   def of(cls, ids: jax.Array, table: ShardedTable) -> "LookUps":

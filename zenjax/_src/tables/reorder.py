@@ -60,7 +60,7 @@ def to_order(table: ShardedTable, *, donate: bool = False) -> ShardedTable:
     split = NamedSharding(mesh, PartitionSpec(table.axes))
     rows = -(-table.num_rows // table.devices) * table.devices
     ordered = _on_mesh(_to_order, mesh, table.axes, table.layout)(x)
-    made = _ranges(ordered, table.num_rows, rows, split)
+    made = _ranges(ordered, table, rows, split)
     return _instead(x, made) if donate else made
 
   value = table.map_rows(moved)
@@ -103,23 +103,17 @@ def to_owners(
   return new.with_value(table.map_rows(moved))
 
 
-def rows_to_owners(x: Any, table: ShardedTable, mesh: Any) -> jax.Array:
-  """Returns `[R, ...]`, possibly padded, as `[n * S, ...]` on the owners."""
+def rows_to_owners(
+  x: Any, table: ShardedTable, mesh: Any, stack: tuple[int, ...] = ()
+) -> jax.Array:
+  """Returns `[*stack, R, ...]` as `[n * S, ...]` on the owners.
+
+  Without a stack, rows may be padded.
+  """
   split = NamedSharding(mesh, PartitionSpec(table.axes))
   rows = _blocks(table.layout) * table.devices
-  x = _ranges(x, table.num_rows, rows, split)
+  x = _ranges(x, table, rows, split, stack)
   return _on_mesh(_to_owners, mesh, table.axes, table.layout)(x)
-
-
-def stack_to_owners(x: Any, table: ShardedTable, mesh: Any) -> jax.Array:
-  """Returns `[*stack, R, ...]` as `[n * S, ...]` on the owners."""
-  split = NamedSharding(mesh, PartitionSpec(table.axes))
-  if isinstance(x, jax.Array) and _is_there(x, split):
-    rows = _blocks(table.layout) * table.devices
-    x = _resizing(table.num_rows, rows, split, table.stack, table.devices)(x)
-  else:  # The reshaped array is a view, so the host needs no second copy.
-    x = on_host(x).reshape(table.num_rows, *np.shape(x)[len(table.stack) + 1 :])
-  return rows_to_owners(x, table, mesh)
 
 
 def rows_of(table: ShardedTable) -> Any:
@@ -139,32 +133,30 @@ def rows_of(table: ShardedTable) -> Any:
     spec = () if at is None else (*[None] * at, table.axes)
     place = NamedSharding(mesh, PartitionSpec(*spec))
     ordered = _on_mesh(_to_order, mesh, table.axes, table.layout)(x)
-    if table.stack:
-      return _stacking(table.shape_of_rows, table.devices, place)(ordered)
-    return _resizing(table.num_rows, table.num_rows, place)(ordered)
+    return _stacking(table.shape_of_rows, table.devices, place)(ordered)
 
   return table.map_rows(whole)
 
 
-def made_by_rows(
-  fun: Callable[[jax.Array], jax.Array],
-  table: ShardedTable,
-  mesh: Any,
-  width: int,
-  dtype: Any,
-) -> jax.Array:
-  """Returns `[n * S, D]`, where each device makes the rows that it owns."""
-  layout = table.layout
+def made_by_rows(rows_of: Any, table: ShardedTable, mesh: Any) -> jax.Array:
+  """Returns `[n * S, D]`, where each device makes the rows that it owns.
+
+  Args:
+    rows_of: A `RowInitializer`.
+    table: The table.
+    mesh: The mesh with the owners.
+  """
+  layout, width = table.layout, rows_of.shape[-1]
 
   def move(slots: jax.Array, begin: Any, size: int) -> jax.Array:
     at = begin + jnp.arange(size, dtype=jnp.int32)
     ids = layout.row(jnp.full_like(at, lax.axis_index(table.axes)), at)
-    rows = fun(jnp.minimum(ids, table.num_rows - 1))
+    rows = rows_of.fun(jnp.minimum(ids, table.num_rows - 1))
     rows = jnp.where((ids < table.num_rows)[:, None], rows, 0)
     return lax.dynamic_update_slice_in_dim(slots, rows, begin, axis=0)
 
   def own() -> jax.Array:
-    none = jnp.zeros((layout.slots, width), dtype)
+    none = jnp.zeros((layout.slots, width), rows_of.dtype)
     return _by_pieces(move, none, layout.slots)
 
   split = PartitionSpec(table.axes)
@@ -176,9 +168,9 @@ def placed(x: Any, split: NamedSharding) -> jax.Array:
   """Runs `jax.device_put`, also for arrays of other processes' devices."""
   if isinstance(x, Tracer):
     return x
-  if isinstance(x, jax.Array) and not x.is_fully_addressable:
-    if not _is_there(x, split):
-      x = on_host(x)
+  is_far = isinstance(x, jax.Array) and not x.is_fully_addressable
+  if is_far and not _is_there(x, split):
+    x = on_host(x)
   return jax.device_put(x, split)
 
 
@@ -196,20 +188,27 @@ def _blocks(layout: Layout) -> int:
 
 
 def _ranges(
-  x: Any, num_rows: int, rows: int, split: NamedSharding
+  x: Any,
+  table: ShardedTable,
+  rows: int,
+  split: NamedSharding,
+  stack: tuple[int, ...] = (),
 ) -> jax.Array:
-  """Returns `num_rows` rows of `x`, padded to `rows`, sharded by ranges."""
+  """Returns the rows of `[*stack, R, ...]`, padded to `rows`, by ranges."""
   if isinstance(x, jax.Array) and not _is_there(x, split):
     x = on_host(x)
   if isinstance(x, jax.Array):
-    if not isinstance(x, Tracer) and len(x) == rows and x.sharding == split:
+    is_placed = not isinstance(x, Tracer) and x.sharding == split
+    if is_placed and len(x) == rows and not stack:
       return x
-    return _resizing(num_rows, rows, split)(x)
+    return _resizing(table.num_rows, rows, split, stack, table.devices)(x)
   host = np.asarray(x)
+  if stack:  # The reshaped array is a view, so the host needs no second copy.
+    host = host.reshape(table.num_rows, *host.shape[len(stack) + 1 :])
 
   def part(index: Any) -> np.ndarray:
     begin, end, _ = index[0].indices(rows)
-    own = host[begin : min(end, num_rows)]
+    own = host[begin : min(end, table.num_rows)]
     missing = end - begin - len(own)
     return np.pad(own, [(0, missing), *[(0, 0)] * (host.ndim - 1)])
 
@@ -236,8 +235,8 @@ def _resizing(
   num_rows: int,
   rows: int,
   place: NamedSharding,
-  stack: tuple[int, ...] = (),
-  devices: int = 1,
+  stack: tuple[int, ...],
+  devices: int,
 ) -> Any:
   """Returns a function that truncates or pads rows, jitted and cached."""
 
@@ -272,7 +271,7 @@ def _stacking(rows: tuple[int, ...], devices: int, place: NamedSharding) -> Any:
     x = x[: count * each]
     # A reshape needs memory for as many parts on each device as the left side
     # says. One table at a time needs two parts per table.
-    if devices // math.gcd(devices, count) > 2 * count:
+    if stack and devices // math.gcd(devices, count) > 2 * count:
       x = jnp.stack([x[t * each : (t + 1) * each] for t in range(count)])
       return x.reshape(*rows, *x.shape[2:])
     return x.reshape(*rows, *x.shape[1:])
@@ -282,9 +281,8 @@ def _stacking(rows: tuple[int, ...], devices: int, place: NamedSharding) -> Any:
 
 def _jitted(f: Callable[..., Any], place: NamedSharding) -> Any:
   """Returns `f` jitted, with its result placed there."""
-  if compat.explicit_of(place.mesh):
-    # On explicit axes, the number of devices must divide every dimension.
-    f = compat.on_automatic_axes(f, place.mesh, place)
+  # On explicit axes, the number of devices would have to divide all dimensions.
+  f = compat.on_automatic_axes(f, place.mesh, place.spec)
   return _under(place.mesh, jax.jit(f, out_shardings=place))
 
 
@@ -319,12 +317,9 @@ def _to_owners(rows: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
   n = layout.groups
   blocks = rows.reshape(-1, n, *rows.shape[1:])
   shifts = _shifts(layout, axes, len(blocks))
-  group = jnp.arange(n, dtype=jnp.int32)
 
   def move(slots: jax.Array, begin: Any, size: int) -> jax.Array:
-    at = group[None] - _cut(shifts, begin, size)[:, None] + 2 * n
-    some = _cut(blocks, begin, size)
-    some = _each_block(some, lax.rem(at, lax.full_like(at, n)))
+    some = _rotated(_cut(blocks, begin, size), -_cut(shifts, begin, size))
     some = collectives.all_to_all(jnp.swapaxes(some, 0, 1), axes)
     put = lambda j, slots: _put(slots, some[j], j * len(blocks) + begin)
     return lax.fori_loop(0, n, put, slots)
@@ -351,13 +346,11 @@ def _to_order(slots: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
   pads = [(0, blocks - len(slots)), *[(0, 0)] * (slots.ndim - 1)]
   parts = jnp.pad(slots, pads).reshape(n, -1, *slots.shape[1:])
   shifts = _shifts(layout, axes, parts.shape[1])
-  j = jnp.arange(n, dtype=jnp.int32)
 
   def move(rows: jax.Array, begin: Any, size: int) -> jax.Array:
     some = lax.dynamic_slice_in_dim(parts, begin, size, axis=1)
     some = jnp.swapaxes(collectives.all_to_all(some, axes), 0, 1)
-    at = j[None] + _cut(shifts, begin, size)[:, None]
-    some = _each_block(some, lax.rem(at, lax.full_like(at, n)))
+    some = _rotated(some, _cut(shifts, begin, size))
     return lax.dynamic_update_slice_in_dim(rows, some, begin, axis=0)
 
   rows = jnp.zeros((parts.shape[1], n, *slots.shape[1:]), slots.dtype)
@@ -389,7 +382,14 @@ def _shifts(layout: Layout, axes: Axes, blocks: int) -> jax.Array:
   return layout.shift(first + jnp.arange(blocks, dtype=jnp.int32))
 
 
-def _each_block(blocks: jax.Array, at: jax.Array) -> jax.Array:
-  """Returns `blocks[i, at[i]]` for `[b, n, ...]` and `[b, n]`."""
-  rest = (1,) * (blocks.ndim - 2)
+def _rotated(blocks: jax.Array, by: jax.Array) -> jax.Array:
+  """Returns `blocks[i, (k + by[i]) mod n]` for each `k`.
+
+  Args:
+    blocks: `[b, n, ...]`.
+    by: `[b]` in `(-2n, 2n)`.
+  """
+  n, rest = blocks.shape[1], (1,) * (blocks.ndim - 2)
+  at = jnp.arange(n, dtype=jnp.int32)[None] + by[:, None] + 2 * n
+  at = lax.rem(at, lax.full_like(at, n))
   return jnp.take_along_axis(blocks, at.reshape(*at.shape, *rest), axis=1)

@@ -255,11 +255,11 @@ def mesh_of(tables: Sequence[ShardedTable]) -> Any:
       table has the wrong number of rows or devices here.
   """
   axes = tables[0].axes
-  others = sorted({table.batch_axes for table in tables})
-  if len(others) > 1 or len({table.axes for table in tables}) > 1:
+  kinds = sorted({(table.replicas, table.axes) for table in tables})
+  if len(kinds) > 1:
     raise ValueError(
-      "Tables that one function looks up must be sharded over the same axes,"
-      f" got {others}. Shard them by one call of `zenjax.tables.shard`."
+      "Tables that one function looks up must have the same (replicas, axes),"
+      f" got {kinds}. Shard them by one call of `zenjax.tables.shard`."
     )
   over = tables[0].batch_axes
   mesh = collectives.mesh_around(over, [x.value for x in tables], None)
@@ -273,19 +273,18 @@ def mesh_of(tables: Sequence[ShardedTable]) -> Any:
         " Call `jax.set_mesh(mesh)`, or place the table with"
         " `zenjax.tables.shard`."
       ) from error
-    remedy = "Give `zenjax.state_specs(params, axis_name)` in `in_specs`"
+    here, argument = "one device", "in_specs"
   else:
     devices = math.prod([mesh.shape[axis] for axis in axes])
-    remedy = "Give `zenjax.state_specs(params, axis_name)` in `out_specs`"
+    here, argument = "all devices", "out_specs"
   for table in tables:
     require_devices("A ShardedTable", table.devices, devices)
     wanted = table.layout.slots * (1 if mesh is None else devices)
     size = jnp.shape(table.value)[0]
     if size != wanted:
       raise ValueError(
-        f"A ShardedTable must have {wanted} rows here"
-        f" ({'one device' if mesh is None else 'all devices'}), got {size}."
-        f" {remedy} of shard_map."
+        f"A ShardedTable must have {wanted} rows on {here}, got {size}. Give"
+        f" `zenjax.state_specs(params, axis_name)` in {argument} of shard_map."
       )
   return mesh
 

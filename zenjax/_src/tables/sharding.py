@@ -33,12 +33,7 @@ class RowInitializer(jax.ShapeDtypeStruct):
     dtype: The dtype of the rows.
   """
 
-  def __init__(
-    self,
-    fun: Callable[[jax.Array], jax.Array],
-    shape: Sequence[int],
-    dtype: Any,
-  ):
+  def __init__(self, fun: Callable[..., Any], shape: Any, dtype: Any):
     super().__init__(shape, dtype)
     self.fun = fun
 
@@ -87,13 +82,13 @@ def init_by_rows(
     (2000, 16)
   """
   rows: Any = num_rows if isinstance(num_rows, tuple) else (num_rows,)
-  whole = rows and all(isinstance(x, int | np.integer) for x in rows)
-  if not whole or min(rows) < 1:
+  if not rows or not all(arguments.is_integer(x) and x > 0 for x in rows):
     raise ValueError(
       "`num_rows` must be a positive integer, or `(T, R)` for a stack, got"
       f" {num_rows!r}. For joined tables, give the sum of their rows."
     )
-  buffer_sizes.require_rows("`num_rows`", math.prod(map(int, rows)))
+  rows = tuple(map(int, rows))
+  buffer_sizes.require_rows("`num_rows`", math.prod(rows))
   some = jax.ShapeDtypeStruct((_TRIED,), jnp.int32)
   rows_type: Any = jax.eval_shape(fun, some)
   shape: Any = getattr(rows_type, "shape", ())
@@ -104,7 +99,7 @@ def init_by_rows(
       f" got {rows_type} for {_TRIED} ids."
     )
   with jax.ensure_compile_time_eval():
-    by_row = _is_by_row(fun, math.prod(map(int, rows)))
+    by_row = _is_by_row(fun, math.prod(rows))
   if isinstance(by_row, Tracer):
     of_ids = fun
     fun = lambda ids: jnp.where(by_row, of_ids(ids), jnp.nan)
@@ -114,7 +109,7 @@ def init_by_rows(
       " change with the position of an id or with other ids. Use one key per"
       " id: `jax.vmap(lambda i: jax.random.fold_in(key, i))(ids)`."
     )
-  return RowInitializer(fun, (*map(int, rows), shape[1]), rows_type.dtype)
+  return RowInitializer(fun, (*rows, shape[1]), rows_type.dtype)
 
 
 def _is_by_row(fun: Callable[[jax.Array], jax.Array], num_rows: int) -> Any:
@@ -149,27 +144,20 @@ def shard_leaves(
   copies = replica_axes(replicas, axes, mesh)
   arguments.hash_seed(hash_seed)
   wire = arguments.row_wire_dtype("wire_dtype", wire_dtype)
-  named = leaf_util.named_leaves(params, is_sharded)
-  structure = jax.tree.structure(params, is_leaf=is_sharded)
-  for name, leaf in named:
-    if is_sharded(leaf):
-      raise ValueError(
-        f"`params` must hold arrays, but parameter {name!r} is sharded already."
-        " Convert it with `zenjax.tables.unshard` first."
-      )
+  remedy = "Convert it with `zenjax.tables.unshard` first"
+  leaf_util.refuse_sharded(params, "params", "zenjax.tables.shard", remedy)
+  named = leaf_util.named_leaves(params)
   # Modules also hold functions, which are not tables.
   arrays = [x if hasattr(x, "ndim") else np.int32(0) for _, x in named]
-  chosen = leaf_util.select(
-    structure.unflatten(arrays), tables, "row", argument="tables"
-  )
+  structure = jax.tree.structure(params)
+  types = structure.unflatten(arrays)
+  chosen = leaf_util.select(types, tables, "row", argument="tables")
   if not any(chosen):
     shapes = {name: jnp.shape(x) for (name, _), x in zip(named[:8], arrays)}
     raise ValueError(
-      "`tables` must choose a parameter, but"
-      f" {'its default' if tables is None else 'it'} chooses none of {shapes}"
-      f"{', ..' if len(named) > 8 else ''}. Name small tables and stacks of"
-      " tables with `tables=lambda name, leaf: ..`. If none should be sharded,"
-      " leave `shard` out."
+      f"`tables` must choose a parameter, got none of {shapes}. Name small"
+      " tables and stacks of tables with `tables=lambda name, leaf: ..`. If"
+      " none should be sharded, leave `shard` out."
     )
   leaves, hash_offset = [], 0
   for (name, leaf), wanted in zip(named, chosen, strict=True):
@@ -211,12 +199,8 @@ def shard_leaves(
 def placed(leaf: Any, table: ShardedTable, mesh: Any) -> jax.Array:
   """Returns a leaf `[*stack, R, ...]` as the value of a sharded table."""
   if isinstance(leaf, RowInitializer):
-    return reorder.made_by_rows(
-      leaf.fun, table, mesh, leaf.shape[-1], leaf.dtype
-    )
-  if table.stack:
-    return reorder.stack_to_owners(leaf, table, mesh)
-  return reorder.rows_to_owners(leaf, table, mesh)
+    return reorder.made_by_rows(leaf, table, mesh)
+  return reorder.rows_to_owners(leaf, table, mesh, table.stack)
 
 
 def replica_axes(
