@@ -218,11 +218,10 @@ def require_no_accumulation(state: Any, argument: str) -> None:
     optax.ApplyEvery: "apply_every",
     optax.contrib.SAMState: "contrib.sam",
   }
-  is_one = lambda node: isinstance(node, tuple(kinds))
+  is_one = lambda node: type(node) in kinds
   for node in filter(is_one, jax.tree.leaves(state, is_leaf=is_one)):
-    name = next(x for kind, x in kinds.items() if isinstance(node, kind))
     raise ValueError(
-      f"`{argument}` must not be `optax.{name}`, because only some"
+      f"`{argument}` must not be `optax.{kinds[type(node)]}`, because only some"
       " of its steps update. To accumulate gradients, average over"
       " `micro_batches`, `[micro-batches, examples, ..]`, inside the loss:"
       " `jax.lax.map(jax.checkpoint(lambda x: loss(params, x)),"

@@ -63,19 +63,14 @@ def rowwise_adagrad(
     >>> updates[0].round(3).tolist(), state[0].sum_of_squares.tolist()
     ([-1.0, -1.0], [[9.0], [0.0]])
   """
-  for name, value in (
-    ("initial_accumulator_value", initial_accumulator_value),
-    ("eps", eps),
-  ):
+  given = dict(initial_accumulator_value=initial_accumulator_value, eps=eps)
+  for name, value in given.items():
     if not value >= 0:
       raise ValueError(f"`{name}` must not be negative, got {value!r}.")
 
   def init(params):
-    return RowwiseAdagradState(
-      jax.tree.map(
-        lambda x: jnp.full_like(_of_rows(x), initial_accumulator_value), params
-      )
-    )
+    start = lambda x: jnp.full_like(_of_rows(x), initial_accumulator_value)
+    return RowwiseAdagradState(jax.tree.map(start, params))
 
   def update(updates, state, params=None):
     del params
