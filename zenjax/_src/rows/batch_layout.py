@@ -61,21 +61,21 @@ def _cut(x: jax.Array, devices: Sequence[int], spec: Sequence[Any]) -> Any:
   """Splits each first dimension in two: over devices, and on a device."""
   parts = [(n, size // n) for size, n in zip(x.shape, devices)]
   shape = (*itertools.chain(*parts), *x.shape[len(devices) :])
-  if not compat.explicit_axes(x):
-    return x.reshape(shape)
   cut = itertools.chain(*[(entry, None) for entry in spec])
-  rest = compat.explicit_spec(x)[len(devices) :]
-  place = _sharding(x, PartitionSpec(*cut, *rest))
-  return lax.reshape(x, shape, out_sharding=place)
+  return _reshaped(x, shape, (*cut, *compat.explicit_spec(x)[len(devices) :]))
 
 
 def _merged(x: jax.Array, dims: int, axes: tuple[str, ...]) -> jax.Array:
   """Merges the first `dims` dimensions to one, sharded over `axes`."""
   shape = (math.prod(x.shape[:dims]), *x.shape[dims:])
-  if not compat.explicit_axes(x):
-    return x.reshape(shape)
-  spec = PartitionSpec(axes or None, *compat.explicit_spec(x)[dims:])
-  return lax.reshape(x, shape, out_sharding=_sharding(x, spec))
+  return _reshaped(x, shape, (axes or None, *compat.explicit_spec(x)[dims:]))
+
+
+def _reshaped(x: jax.Array, shape: Sequence[int], spec: Sequence[Any]) -> Any:
+  """Reshapes `x`; on explicit axes, to an array that is sharded by `spec`."""
+  is_typed = bool(compat.explicit_axes(x))
+  place = _sharding(x, PartitionSpec(*spec)) if is_typed else None
+  return lax.reshape(x, shape, out_sharding=place)
 
 
 def flattened(
