@@ -87,9 +87,9 @@ def on_automatic_axes(
     mesh: The mesh of the arrays; None inside `shard_map`.
     specs: How results are sharded, as PartitionSpecs.
   """
-  explicit = frozenset() if mesh is None else explicit_of(mesh)
-  if not explicit:
+  if mesh is None or not explicit_of(mesh):
     return f
+  explicit = explicit_of(mesh)
 
   def over_explicit(spec: Any) -> Any:
     each = [x if isinstance(x, tuple) else (x,) for x in spec]

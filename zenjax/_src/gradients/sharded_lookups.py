@@ -142,14 +142,12 @@ class Asked(NamedTuple):
     Raises:
       ValueError: Some ids depend on rows of a sharded table.
     """
-    numbers = sorted(
-      found.traced.away & {x.param for x in found.sites.values()}
-    )
+    ids, called_back = _ids(found)
+    numbers = sorted({found.sites[path].param for path in ids})
     sites = [
       {path: x for path, x in found.sites.items() if x.param == i}
       for i in numbers
     ]
-    ids, called_back = _ids(found, [path for of in sites for path in of])
     return cls(
       tables=[found.traced.leaves[i] for i in numbers],
       sites=sites,
@@ -216,11 +214,13 @@ class Asked(NamedTuple):
 
 
 def _ids(
-  found: table_uses.Tables, paths: Sequence[Path]
+  found: table_uses.Tables,
 ) -> tuple[dict[Path, jax.Array], dict[Path, list[Any]]]:
   """Computes ids of lookups, and results of callbacks that need no rows."""
   flat, structure = jax.tree.flatten(found.kinds)
   told = structure.unflatten(range(len(flat)))  # numbers of outputs
+  away = found.traced.away
+  paths = [path for path, x in found.sites.items() if x.param in away]
   ids = {path: told[path].read for path in paths}
 
   def program(outs):
@@ -230,7 +230,7 @@ def _ids(
 
   def tables_read(outs):
     _, read = program(outs)
-    return [found.names[i] for i in sorted(found.traced.away) if read[i]]
+    return [found.names[i] for i in sorted(away) if read[i]]
 
   if names := tables_read(ids.values()):
     raise ValueError(

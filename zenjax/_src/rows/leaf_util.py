@@ -199,18 +199,17 @@ def warn_of_none(
   It does not warn for masked trees, whose other parts may be chosen.
   """
   is_masked = lambda node: isinstance(node, optax.MaskedNode)
-  parts = jax.tree.leaves(tree, is_leaf=lambda x: is_masked(x) or is_rows(x))
-  if not callable(sparse) or any(chosen) or any(map(is_masked, parts)):
+  named = named_leaves(tree, lambda x: is_masked(x) or is_rows(x))
+  is_part = any(is_masked(leaf) for _, leaf in named)
+  if not named or not callable(sparse) or any(chosen) or is_part:
     return
-  names = [name for name, _ in named_leaves(tree, is_rows)]
-  if names:
-    shown = ", ".join(map(repr, names[:_SHOWN]))
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    warnings.warn(
-      f"`{argument}` should choose a leaf, but it is False for all: {shown}"
-      f"{more}. Compare it with these names, or leave it out.",
-      stacklevel=3,
-    )
+  shown = ", ".join([repr(name) for name, _ in named[:_SHOWN]])
+  more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+  warnings.warn(
+    f"`{argument}` should choose a leaf, but it is False for all: {shown}"
+    f"{more}. Compare it with these names, or leave it out.",
+    stacklevel=3,
+  )
 
 
 def is_table(leaf: Any, unit: Unit = "row") -> bool:
