@@ -138,25 +138,25 @@ def rows_of(table: ShardedTable) -> Any:
   return table.map_rows(whole)
 
 
-def made_by_rows(rows_of: Any, table: ShardedTable, mesh: Any) -> jax.Array:
+def made_by_rows(initializer: Any, table: ShardedTable, mesh: Any) -> jax.Array:
   """Returns `[n * S, D]`, where each device makes the rows that it owns.
 
   Args:
-    rows_of: A `RowInitializer`.
+    initializer: A `RowInitializer`.
     table: The table.
     mesh: The mesh with the owners.
   """
-  layout, width = table.layout, rows_of.shape[-1]
+  layout, width = table.layout, initializer.shape[-1]
 
   def move(slots: jax.Array, begin: Any, size: int) -> jax.Array:
     at = begin + jnp.arange(size, dtype=jnp.int32)
     ids = layout.row(jnp.full_like(at, lax.axis_index(table.axes)), at)
-    rows = rows_of.fun(jnp.minimum(ids, table.num_rows - 1))
+    rows = initializer.fun(jnp.minimum(ids, table.num_rows - 1))
     rows = jnp.where((ids < table.num_rows)[:, None], rows, 0)
     return lax.dynamic_update_slice_in_dim(slots, rows, begin, axis=0)
 
   def own() -> jax.Array:
-    none = jnp.zeros((layout.slots, width), rows_of.dtype)
+    none = jnp.zeros((layout.slots, width), initializer.dtype)
     return _by_pieces(move, none, layout.slots)
 
   split = PartitionSpec(table.axes)
