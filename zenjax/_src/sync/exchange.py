@@ -173,8 +173,9 @@ def _is_dense(
   """Returns true if rows cost more than a dense all-reduce would.
 
   The bytes of all rounds are estimated from the first, without padding, because
-  `zenjax.tune` can remove that but never undoes a dense sum. None if it cannot be:
-  SparseRows have no array to sum, and a table that fits one round is done.
+  `zenjax.tune` can remove padding, but never undoes a dense sum. None if it
+  cannot be: SparseRows have no array to sum, and a table that fits one round is
+  done.
   """
   if plan.table.look_ups is not None or scheme.holds_all(plan, context):
     return None
