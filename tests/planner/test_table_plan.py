@@ -352,7 +352,7 @@ def test_rows_are_rounded_where_a_dtype_is_allowed():
   mesh, axes = mesh_of(N)
   tx, forms = optax.sgd(0.1), {"a": ROWS, "b": ROWS, "c": SHARDED}
   made = plan(tx, axis_name=axes, forms=forms, allow=["bfloat16"])
-  assert made.by_name["a"].wire_dtype == "bfloat16"
+  assert {leaf.wire_dtype for leaf in made.leaves[:3]} == {"bfloat16"}
   assert not made.per_device  # There is no gradient to compress.
   got, _ = trained(set_up(made, first_params, tx, mesh), mesh, axes)
   want = first_params()
@@ -366,7 +366,58 @@ def test_rows_are_rounded_where_a_dtype_is_allowed():
     mesh,
     axes,
   )[0]
-  assert np.any(got["a"] != exact["a"])
+  assert all(np.any(got[name] != exact[name]) for name in SHAPES)
+
+
+def counted(mesh, axes, name) -> Profile:
+  """The rows of a table that the batches touch."""
+  of_devices = [
+    [np.unique(part % SHAPES[name][0]) for part in np.split(ids, N)]
+    for ids, _ in jax.device_get([*batches(mesh, axes)])
+  ]
+  sizes = np.array([[len(ids) for ids in step] for step in of_devices])
+  unions = [len(np.unique(np.concatenate(step))) for step in of_devices]
+  return Profile(
+    rows=sizes.mean(), fullest=sizes.max(), union=max(unions), devices=N
+  )
+
+
+@pytest.mark.parametrize("shape", [(N,), (2, 2)], ids=str)
+@pytest.mark.parametrize("allow", [["lossless"], ["int8"]], ids=str)
+def test_sharded_tables_begin_with_buffers_for_their_profile(shape, allow):
+  """The first step takes one round, and the bytes that were predicted."""
+  mesh, axes = mesh_of(*shape)
+  network = Topology.preset("h100", 2, hosts=2, network="1 Gbit/s")
+  made = plan(
+    OPTIMIZERS["adagrad"],
+    axis_name=axes,
+    topology=network if len(shape) > 1 else HOSTS,
+    forms=dict.fromkeys(SHAPES, SHARDED),
+    profile={name: counted(mesh, axes, name) for name in SHAPES},
+    allow=allow,
+  )
+  program = set_up(made, first_params, OPTIMIZERS["adagrad"], mesh)
+
+  @jax.jit
+  def step(params, opt_state, *batch):
+    grads = program.value_and_grad(loss)(params, *batch)[1]
+    return program.tx.update(grads, opt_state, params)[1]
+
+  batch = next(batches(mesh, axes))
+  seen = zenjax.stats(step(program.params, program.opt_state, *batch))
+  for leaf in seen.values():
+    assert leaf["rounds"] == leaf["fetch_rounds"] == 1
+  predicted = sum(made.by_name[name].wire_bytes for name in SHAPES)
+  sent = sum(leaf["wire_bytes"] for leaf in seen.values())
+  assert 0.9 < sent / predicted < 1.2
+  total = made.compare(seen).splitlines()[-1].split()
+  assert total[:2] == ["all", "tables"]
+  assert float(total[-1]) == pytest.approx(sent / predicted, abs=0.01)
+
+
+def test_one_device_has_no_reasons():
+  alone = plan(topology=Topology.network("1 Gbit/s", 1))
+  assert not any("memory" in leaf.reason for leaf in alone.leaves)
 
 
 def test_buffers_of_a_profile_are_tuned():

@@ -132,5 +132,5 @@ def reason(ways: Ways, chosen: Way) -> str:
   if ratio >= 1:
     return text
   if ways[chosen].exchange != DENSE:
-    return f"{text} by itself, but cannot share an exchange with the others"
+    return f"{text} by itself, but not in one exchange with the others"
   return f"{text} by itself"

@@ -64,8 +64,9 @@ def plan(
 
   Use it before you have the machine. Your program is only traced, so shapes
   (`jax.ShapeDtypeStruct`) are enough. The plan is the one with the shortest
-  predicted step. If nothing gains, all gradients take `pmean`. The plan says
-  that there is no difference if the gain may be an error of the prediction.
+  predicted step, but `pmean` is left only for a gain of a fifth, because
+  predictions have errors. The plan says that there is no difference if its gain
+  may be such an error.
 
   With your optimizer as `tx`, the plan also chooses the form of each table that
   the loss uses only by lookups:
@@ -105,7 +106,8 @@ def plan(
       tables. If you leave it out, only exchanges and updates are compared.
     allow: What gradients may lose, nothing by default. A dtype, such as
       `"bfloat16"` or `"int8"`, lets gradients of dense layers and rows of
-      replicated tables be rounded to it, where that is faster. A compressor,
+      tables be rounded to it when they are sent, where that is faster. Of
+      sharded tables, rows that are looked up are rounded, too. A compressor,
       such as `zenjax.compress.ExDyna(0.01)` or its name `"ExDyna(0.01)"`, is
       for dense layers. With `tx`, a plan that compresses is for a step in
       `zenjax.data_parallel`, in which no table is `"sharded-xla"`. With several
@@ -116,8 +118,8 @@ def plan(
       compressors that you allow, if you have the machine. By default, these
       times are predicted from the memory bandwidth of the topology.
     capacities: Buffer sizes `(push, pull)` in rows to begin with, by parameter
-      name, of tables that the plan replicates and sends by rows. `zenjax.tune`
-      may change them.
+      name, for rows of replicated or sharded tables. `zenjax.tune` may change
+      them.
     memory_bytes: With `tx`, the limit on a device's parameters, state,
       gradients and buffers, without activations. By default 3/4 of the
       topology's memory.
@@ -281,7 +283,8 @@ def answer(question: Question) -> Plan:
     return _not_compressed(plain, question, "tables would not fit in memory")
   ratio = other.seconds / max(plain.seconds, 1e-12)
   if not other.per_device:
-    return _not_compressed(plain, question, "compression gains too little")
+    why = "compression would shorten a step by less than a fifth"
+    return _not_compressed(plain, question, why)
   if ratio < choice.MARGIN:
     return other
   why = f"with compression, a step takes {ratio:.3g}x as long"
@@ -479,7 +482,7 @@ def _reason(
     return "demanded"
   reason = choice.reason(ways, way)
   part = ways[fastest].seconds / max(ways[way].seconds, 1e-12)
-  if part < 1:
+  if fastest != way and part < 1:
     words = plans.in_words(*fastest)
     reason = f"{words} takes {part:.3g}x as long, but too much memory"
   if way == PMEAN and reason.endswith("by itself"):

@@ -45,7 +45,7 @@ def every_way(question: Question) -> list[dict[Way, Prediction]]:
       narrower = _narrower(question, gradient)
       ways = question.model.of_ways(table, profile, narrower)
       if question.optimizer is not None:
-        ways = table_forms.every_form(question, gradient, ways)
+        ways = table_forms.every_form(question, gradient, ways, narrower)
     elif context.devices > 1 and gradient.may_be_compressed:
       for compressor, rate in rates:
         if fitting(compressor, [gradient], context):

@@ -1,6 +1,6 @@
 """Makes the program of a plan: parameters, state and optimizer."""
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -162,7 +162,7 @@ def set_up(
   _check(plan, Optimizer(tx, types, plan.clip_norm))
   axes = tuple(axis for axis, _ in plan.mesh)
   form_of = {leaf.name: leaf.form for leaf in plan.leaves}
-  placed = _placed(params, form_of, axes, mesh)
+  placed = _placed(params, plan, axes, mesh)
   made = _transformation(plan, axes, mesh, tx, placed)
   if plan.per_device:
     state = placement.init_state(made, placed, mesh, axes)
@@ -250,26 +250,35 @@ def _check(plan: Plan, optimizer: Optimizer) -> None:
     )
 
 
-def _placed(
-  params: Any, form_of: Mapping[str, str], axes: Axes, mesh: Mesh
-) -> Any:
+def _placed(params: Any, plan: Plan, axes: Axes, mesh: Mesh) -> Any:
   """Returns parameters with every table placed in its form."""
+  planned, copies = plan.by_name, axes[:-1]
   spec_of = {XLA: PartitionSpec(axes), SHARDED: PartitionSpec(axes[-1])}
   sharding_of = lambda name: NamedSharding(
-    mesh, spec_of.get(form_of[name], PartitionSpec())
+    mesh, spec_of.get(planned[name].form, PartitionSpec())
   )
-  by_owners = lambda name, _: form_of[name] == SHARDED
+  by_owners = lambda name, _: planned[name].form == SHARDED
 
   def put(name: str, x: Any) -> Any:
     return x if by_owners(name, x) else jax.device_put(x, sharding_of(name))
 
   def place(params: Any) -> Any:
     placed = leaf_util.map_named(put, params)
-    if SHARDED not in form_of.values():
+    if all(leaf.form != SHARDED for leaf in plan.leaves):
       return placed
-    copies = axes[:-1] or None
-    return sharding.shard_leaves(
-      placed, mesh, axes[-1], tables=by_owners, replicas=copies
+    sharded = sharding.shard_leaves(
+      placed, mesh, axes[-1], tables=by_owners, replicas=copies or None
+    )
+    return leaf_util.map_named(as_planned, sharded, is_sharded)
+
+  def as_planned(name: str, x: Any) -> Any:
+    if not is_sharded(x):
+      return x
+    # Only copies need a second size, for what they exchange.
+    sizes = (planned[name].capacities or ())[: 2 if copies else 1]
+    wire = planned[name].wire_dtype
+    return dataclasses.replace(
+      x, sizes=sizes, wire_dtype=wire and jnp.dtype(wire)
     )
 
   if not _makes(params):

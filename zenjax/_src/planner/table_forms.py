@@ -13,14 +13,17 @@
 Letters: `R` rows, `D` columns, `n` devices, `K` lookups of a device.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import math
 
+import jax
+import jax.numpy as jnp
+
+from zenjax._src.core.arguments import Capacity
 from zenjax._src.core.partition import Layout
-from zenjax._src.core.row_wire import RowWire
 from zenjax._src.machine.cost import PMEAN
 from zenjax._src.machine.cost import Prediction
-from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.cost import Way
 from zenjax._src.machine.cost import Ways
 from zenjax._src.planner.questions import Gradient
@@ -28,6 +31,8 @@ from zenjax._src.planner.questions import Question
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
+from zenjax._src.schemes.buffer_sizes import Table
+from zenjax._src.schemes.zen import PushOnly
 from zenjax._src.sync.plans import SHARDED
 from zenjax._src.sync.plans import XLA
 from zenjax._src.sync.plans import ZERO1
@@ -35,7 +40,10 @@ from zenjax._src.tables import fetch
 
 
 def every_form(
-  question: Question, gradient: Gradient, ways: Ways
+  question: Question,
+  gradient: Gradient,
+  ways: Ways,
+  wire_dtypes: Sequence[str],
 ) -> dict[Way, Prediction]:
   """Predicts the costs of a table in each form that it can have.
 
@@ -44,6 +52,7 @@ def every_form(
     gradient: The gradient of the table.
     ways: Every way to sum the gradient if the table is replicated. They are
       returned with the costs of the update and of the table itself.
+    wire_dtypes: Dtypes to which rows may be rounded when they are sent.
   """
   assert question.optimizer is not None
   state_row = question.optimizer.state_row(gradient.name)
@@ -99,18 +108,25 @@ def every_form(
     )
     # XLA makes collectives for each array, so tables do not share latency.
     found[Way(XLA)] = dataclasses.replace(by_xla, once_s=0.0)
-  if last > 1:
-    messages = _by_owners(gradient, look_ups, profile, context, clips)
-    words = sum(m.words for m in messages)
-    pushed = min(profile.union_of(last), rows) / last
-    slots = Layout(num_rows=rows, groups=last).slots
-    found[Way(SHARDED)] = model.of_messages(
+  layout = Layout(num_rows=rows, groups=last)
+  touched = min(profile.fullest, look_ups)
+  push = min(buffer_sizes.fullest(touched, last, last**2), layout.slots)
+  pull = min(buffer_sizes.fullest(union, last, last), layout.slots)
+  sizes = Capacity(math.ceil(push), math.ceil(pull))
+  for name in (None, *wire_dtypes) if last > 1 else ():
+    wire_dtype = jnp.dtype(name or gradient.dtype)
+    table = dataclasses.replace(gradient.table, wire_dtype=wire_dtype)
+    messages = _by_owners(table, look_ups, sizes, context, clips)
+    nbytes = 4 * sum(m.words for m in messages)
+    updated = moved(min(profile.union_of(last), rows) / last, step_row)
+    by_owners = model.of_messages(
       SHARDED,
       messages,
-      local_s=moved(words * 4 / max(row, 1) + look_ups, row)
-      + moved(pushed, step_row),
-      memory=slots * (row + state_row) + 16 * words,
+      local_s=moved(nbytes / max(row, 1) + look_ups, row) + updated,
+      memory=layout.slots * (row + state_row) + 4 * nbytes,
     )
+    by_owners = dataclasses.replace(by_owners, sizes=sizes)
+    found[Way(SHARDED, wire_dtype=name)] = by_owners
   return found
 
 
@@ -132,34 +148,40 @@ def _by_xla(look_ups: float, row: int, context: Context) -> list[Message]:
 
 
 def _by_owners(
-  gradient: Gradient,
+  table: Table,
   look_ups: float,
-  profile: Profile,
+  sizes: Capacity,
   context: Context,
   clips: int,
 ) -> list[Message]:
   """Returns the collectives of a step with a table of `zenjax.tables.shard`.
 
   Owners are along the last axis. With further axes, owners of the same rows
-  gather each other's sums. If `clips` is 1, gradients are sent twice.
+  exchange their sums. If `clips` is 1, gradients are sent twice.
+
+  Args:
+    table: The table, with the dtype in which rows are sent.
+    look_ups: Lookups of a device.
+    sizes: Buffers that are just large enough, as `zenjax.tune` makes them.
+    context: The devices.
+    clips: How often a norm of all gradients is taken first.
   """
-  rows, width = gradient.shape
-  *others, last = context.axes
-  n = context.sizes[-1]
-  layout = Layout(num_rows=rows, groups=n)
-  touched = min(profile.fullest, look_ups)
-  most = min(buffer_sizes.fullest(touched, n, n * n), layout.slots)
-  row_wire = RowWire.of(gradient.dtype, None, width)
-  sizes = (math.ceil(most),)  # As `zenjax.tune` chooses them.
-  size = fetch.buffer_size(math.ceil(look_ups), layout, sizes)
-  ids, brought, pushed = map(float, fetch.words_of_round(size, n, row_wire))
-  messages = [
-    Message("all_to_all", (last,), ids),
+  last, n = context.axes[-1:], context.sizes[-1]
+  plan = buffer_sizes.plan_table(
+    [table],
+    groups=n,
+    column_groups=1,
+    devices=context.devices,
+    sizes=[sizes],
+  )
+  size = fetch.buffer_size(math.ceil(look_ups), plan.layout, sizes[:1])
+  ids, brought, _ = fetch.words_of_round(size, n, plan.row_wire)
+  with jax.ensure_compile_time_eval():
+    *pushes, _ = PushOnly().expected_messages(plan, context, *sizes)
+    pushes = [m._replace(words=float(m.words)) for m in pushes]
+  return [
+    Message("all_to_all", last, float(ids)),
     Message("all_reduce", context.axes, 1.0),  # The number of rounds.
-    Message("all_to_all", (last,), brought),
+    Message("all_to_all", last, float(brought)),
+    *(1 + clips) * pushes,
   ]
-  for _ in range(1 + clips):
-    messages.append(Message("all_to_all", (last,), pushed))
-    if others:
-      messages.append(Message("all_gather", tuple(others), pushed))
-  return messages

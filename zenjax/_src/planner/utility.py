@@ -91,9 +91,10 @@ class Utility:
       (x.name, text.ms(x.seconds), f"{x.gain:+.0%}", text.size(x.wire_bytes))
       for x in self.ways
     ]
-    hidden = "the backward pass hides plain all-reduces"
+    hidden = "plain all-reduces finish during the backward pass"
     if self.needed_ratio > 1:
-      hidden += f" of {self.needed_ratio:.3g} times fewer bytes"
+      ratio = f"{self.needed_ratio:.3g}"
+      hidden = f"{hidden} if dense gradients have {ratio} times fewer bytes"
     return "\n".join(
       [
         f"a step on {self.machine}, {text.ms(self.compute_seconds)} ms of it"

@@ -315,8 +315,9 @@ class Plan(checked_json.Document):
 
     Returns:
       A line for each leaf that is sent sparse, with predicted and measured rows
-      and bytes and their ratio; a line for all compressed leaves; and a line
-      for the step.
+      and bytes and their ratio, and a line for all of them together, because
+      bytes of tables that share an exchange are estimates; a line for all
+      compressed leaves; and a line for the step.
 
     Raises:
       ValueError: `measured` lacks a leaf that is sent sparse or compressed, or
@@ -350,6 +351,14 @@ class Plan(checked_json.Document):
           _ratio(seen["wire_bytes"], leaf.wire_bytes),
         )
       )
+    if len(sparse) > 1:
+      both = (
+        sum(leaf.wire_bytes for leaf in sparse),
+        sum(measured[leaf.name]["wire_bytes"] for leaf in sparse),
+      )
+      mb = [f"{nbytes / 1e6:.3g}" for nbytes in both]
+      ratio = _ratio(both[1], both[0])
+      rows.append(("all tables", "", "", "", "", *mb, ratio))
     lines = text.columns(rows, left=2) if sparse else []
     lines += self._compared_compressed(measured)
     planned = text.ms(self.seconds)
