@@ -47,7 +47,8 @@ def zen_sync(
   Use it inside `shard_map`, `pmap` or `vmap` with an axis name. In plain `jit`
   over a mesh it sums the row gradients of `zenjax.value_and_grad` and, on
   explicit axes, arrays whose gradients were taken with `zenjax.unreduced`. XLA
-  has summed all other gradients already, and they pass unchanged.
+  has summed all other gradients already, so they pass unchanged; if there are
+  only such gradients, it raises an error.
 
   Only what is linear in the gradient may come before it. Everything else goes
   after it: clipping, Adam, `apply_if_finite`, and `zenjax.lazy_rows(..)` around
