@@ -225,5 +225,6 @@ def require_no_accumulation(state: Any, argument: str) -> None:
       " of its steps update. To accumulate gradients, average over"
       " `micro_batches`, `[micro-batches, examples, ..]`, inside the loss:"
       " `jax.lax.map(jax.checkpoint(lambda x: loss(params, x)),"
-      " micro_batches).mean()`."
+      " micro_batches).mean()`. If examples are padded, divide the sum of all"
+      " losses by the number of real examples instead."
     )

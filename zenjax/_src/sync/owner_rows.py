@@ -188,7 +188,7 @@ class Owner:
 
 
 def _squares(x: jax.Array) -> jax.Array:
-  return jnp.sum(jnp.square(x.astype(jnp.float32)))
+  return jnp.sum(jnp.square(x.astype(collectives.accumulator(x.dtype))))
 
 
 def _appended(listed: Listed, update: Sums, end: int) -> Listed:
