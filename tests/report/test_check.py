@@ -221,6 +221,22 @@ def test_right_programs_pass(name):
   assert any(leaf.change > 0 for leaf in found.leaves)
 
 
+def test_an_error_in_an_earlier_program_does_not_hide_float64():
+  mesh = runners.mesh(N)
+  tx = optax.chain(sync(mesh=mesh), zenjax.lazy_rows(optax.sgd(0.1)))
+  params, state = replicated(mesh, tx)
+
+  @jax.jit
+  def failing(params, state, *batch):
+    both = zenjax.value_and_grad(loss, tables=TABLE)(params, *batch)
+    tx.update(both[1], state, params)
+    raise RuntimeError
+
+  with pytest.raises(RuntimeError):
+    failing(params, state, *BATCH)
+  assert not checked(by_data_parallel()).notes
+
+
 def test_wire_dtypes_need_a_tolerance():
   build = by_data_parallel(optax.sgd(0.1), wire_dtype=jnp.bfloat16)
   assert not checked(build).ok
@@ -515,6 +531,10 @@ REFUSED: dict[str, Any] = {
   "no step": (
     lambda mesh: (jnp.ones(3), jnp.ones(3), ()),
     ("`build(mesh)` must return three values", "def build(mesh)"),
+  ),
+  "a step": (
+    lambda params, state, batch: (params, state),
+    ("`build` must take a mesh alone", "def build(mesh)"),
   ),
   "no function": ("build", ("`build` must be a function, got 'build'",)),
 }

@@ -352,6 +352,27 @@ def test_what_updates_in_some_steps_only_is_refused(inner, name):
     zenjax.lazy_rows(inner).init(jnp.ones((ROWS, WIDTH)))
 
 
+@pytest.mark.parametrize(
+  "other",
+  [optax.adam(0.1).init(jnp.ones((ROWS, WIDTH))), "other rows"],
+  ids=str,
+)
+def test_a_state_of_others_is_refused(other):
+  tx: Any = zenjax.lazy_rows(optax.adagrad(0.1))
+  state = (
+    tx.init(jnp.ones((ROWS + 9, WIDTH))) if "other rows" == other else other
+  )
+  grads: Any = SparseRows(jnp.arange(5), jnp.ones((5, WIDTH)), ROWS)
+  with pytest.raises(ValueError, match="`state` of lazy_rows must be made by"):
+    tx.update(grads, state)
+
+
+def test_a_synchronization_belongs_in_front():
+  inner = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))
+  with pytest.raises(ValueError, match="must not synchronize devices"):
+    zenjax.lazy_rows(inner).init(jnp.ones((ROWS, WIDTH)))
+
+
 def test_further_arguments_must_not_have_rows():
   """Nobody knows how they would be cut: here they are one for each row."""
 

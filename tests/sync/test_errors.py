@@ -3,7 +3,7 @@
 Messages name the argument, what it was given, and a way out.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -56,9 +56,36 @@ def outside(call):
 
 
 T = {"t": jnp.zeros((40, 4))}
+OPTIMIZER: Any = optax.adagrad
 TWO = {"a": jnp.zeros((40, 4)), "b": {"w": jnp.zeros((4, 4))}}
 ALL = TypeError, ValueError
 REFUSED = {
+  # Functions that make optimizers, instead of optimizers.
+  "adagrad in lazy_rows": (
+    lambda: zenjax.lazy_rows(OPTIMIZER),
+    TypeError,
+    "`inner` optax.adagrad(0.1)",
+  ),
+  "adagrad in sharded_optimizer": (
+    lambda: zenjax.sharded_optimizer(OPTIMIZER, "data"),
+    TypeError,
+    "`tx` optax.adagrad(0.1)",
+  ),
+  "swapped": (
+    lambda: zenjax.delayed(cast(Any, "data"), cast(Any, zen("data"))),
+    TypeError,
+    "`tx` 'data'",
+  ),
+  "no loss": (
+    lambda: zenjax.value_and_grad(cast(Any, T)),
+    TypeError,
+    "`fun` function dict",
+  ),
+  "a state of optax": (
+    lambda: zen("data").update(T, optax.adagrad(0.1).init(T)),
+    TypeError,
+    "`state` ZenSyncState tx.init(params)",
+  ),
   # Values out of range.
   "scheme": (
     given(scheme="star"),

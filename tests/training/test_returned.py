@@ -7,6 +7,7 @@ from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
+import optax
 import pytest
 from refusals import names
 import runners
@@ -14,6 +15,7 @@ import runners
 import zenjax
 
 N, B = 4, 16
+INT8 = zenjax.compress.LowBit(bits=8)
 _rng = np.random.default_rng(0)
 BATCH = jax.tree.map(
   jnp.asarray,
@@ -208,6 +210,34 @@ def test_a_step_that_synchronizes_is_not(name):
   step = zenjax.data_parallel(SYNCHRONIZED[name], runners.mesh(N), "data")
   with jax.numpy_dtype_promotion("standard"):
     step(jnp.float32(1), jnp.arange(N))
+
+
+def trace_step(tx) -> None:
+  """Traces a step of an optimizer that synchronizes arrays."""
+
+  def step(state, x):
+    w, opt_state = state
+    grads = jax.grad(lambda w: (x[0] * w).sum())(w)
+    updates, opt_state = tx.update(grads, opt_state, w)
+    return (w + updates, opt_state), ()
+
+  mesh, w = runners.mesh(N), jnp.ones((64, 512))
+  state = w, zenjax.init_state(tx, w, mesh, "data")
+  jax.eval_shape(zenjax.data_parallel(step, mesh, "data"), state, jnp.ones(N))
+
+
+@pytest.mark.parametrize(
+  "sync",
+  [zenjax.zen_sync("data"), zenjax.compress.all_reduce(INT8, "data")],
+  ids=["zen_sync", "all_reduce"],
+)
+def test_no_exchange_may_depend_on_what_one_device_has(sync):
+  """Devices would wait for each other forever."""
+  with jax.numpy_dtype_promotion("standard"):
+    finite = lambda tx: optax.apply_if_finite(tx, 3)
+    trace_step(optax.chain(sync, finite(optax.sgd(0.1))))
+    with pytest.raises(ValueError, match="wait for each other forever"):
+      trace_step(finite(optax.chain(sync, optax.sgd(0.1))))
 
 
 def test_lookups_ahead_are_a_state():

@@ -83,6 +83,11 @@ def value_and_grad(
     >>> grads["table"].values.tolist(), grads["scale"].tolist()
     ([[1.0, 3.0], [1.0, 3.0]], [2.0, 2.0])
   """
+  if not callable(fun):
+    raise TypeError(
+      f"`fun` must be a function, got {type(fun).__name__}. Write"
+      " `zenjax.value_and_grad(loss_fn)(params, batch)`."
+    )
   options = dict(holomorphic=holomorphic, allow_int=allow_int)
 
   @functools.wraps(fun)

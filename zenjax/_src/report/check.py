@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
+import inspect
 import math
 from typing import Any, NamedTuple
 
@@ -185,6 +186,12 @@ def check_step(
     )
   if not callable(build):
     raise TypeError(f"`build` must be a function, got {build!r:.60}. {_BUILD}")
+  try:
+    inspect.signature(build).bind(mesh)
+  except TypeError:
+    raise TypeError(
+      f"`build` must take a mesh alone, got {build!r:.60}. {_BUILD}"
+    ) from None
   # Without `axis_name`, a mesh has its own names.
   given = getattr(mesh, "axis_names", "") if axis_name is None else axis_name
   axes = arguments.mesh_axes(given, mesh)

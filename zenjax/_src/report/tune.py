@@ -64,7 +64,7 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
 
   Returns:
     The same tree with the new plan, or `tree` itself if no change would pay, or
-    if it holds no state of zenjax.
+    if it holds no state of zenjax, with a warning.
 
   Raises:
     TypeError: `tune` is called inside `jit`; call it on the state after a step.
@@ -83,6 +83,12 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
   """
   sync_state.require_numbers(tree, "tune")
   nodes = sync_state.find(tree)
+  if not nodes:
+    warnings.warn(
+      "`tree` of zenjax.tune holds no state that it can tune, got"
+      f" {type(tree).__name__}. Give the optimizer's state after some steps.",
+      stacklevel=2,
+    )
   names = [name for node in nodes for name in sync_state.tables(node)]
   sizes = {name: size for node in nodes for name, size in _table_sizes(node)}
   changed, applied = False, set()

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zenjax._src.core import arguments
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows import row_analysis
 from zenjax._src.rows import touched_rows
@@ -68,7 +69,7 @@ def lazy_rows(
   References:
     TensorFlow Addons' `LazyAdam`.
   """
-  inner = optax.with_extra_args_support(inner)
+  inner = optax.with_extra_args_support(arguments.optimizer("inner", inner))
   cache: dict[Any, RowAnalysis] = {}
 
   def init(params):
@@ -93,6 +94,9 @@ def lazy_rows(
       inner, updates, state, params, extra, sizes, cache
     )
     names = [name for name, _ in leaf_util.named_leaves(updates, is_rows)]
+    if analysis.refusals:
+      _require_no_sync(state)
+      _require_own(state, inner, updates)
     require(analysis, names, "inner")
     structure = jax.tree.structure(updates, is_leaf=is_rows)
     if params is not None:
@@ -164,6 +168,24 @@ def require(analysis: RowAnalysis, names: Sequence[str], argument: str) -> None:
     )
 
 
+def _require_own(
+  state: Any, inner: optax.GradientTransformationExtraArgs, updates: Any
+) -> None:
+  """Raises ValueError if a state is of another optimizer or other tables."""
+  whole = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+  types = jax.tree.map(whole, updates, is_leaf=is_rows)
+  own, shapes = jax.eval_shape(inner.init, types), []
+  for tree in own, state:
+    leaves, structure = jax.tree.flatten(tree)
+    shapes.append((structure, [*map(jnp.shape, leaves)]))
+  if shapes[0] != shapes[1]:
+    raise ValueError(
+      "`state` of lazy_rows must be made by this optimizer for these"
+      " parameters, but it has other arrays. Make it with"
+      " `zenjax.init_state(tx, params, mesh, axis_name)` or `tx.init(params)`."
+    )
+
+
 def _require_row_by_row(
   inner: optax.GradientTransformationExtraArgs, params: Any
 ) -> None:
@@ -190,7 +212,8 @@ def _require_row_by_row(
   names = [name for name, _ in named]
   if analysis.wants_more:
     return  # Only `update` is given all arguments.
-  if len(analysis.refusals) == len(sizes):
+  if analysis.refusals and len(analysis.refusals) == len(sizes):
+    _require_no_sync(state)
     require(analysis, names, "inner")
   warn_of_decay(analysis, names)
 
@@ -205,6 +228,19 @@ def warn_of_decay(analysis: RowAnalysis, names: Sequence[str]) -> None:
       " `mask=` of the optimizer or `optax.masked`. For plain training, use"
       ' `zen_sync(.., output="dense")` without `lazy_rows`.',
       stacklevel=2,
+    )
+
+
+def _require_no_sync(state: Any) -> None:
+  """Raises ValueError if an optimizer synchronizes devices by itself."""
+  syncs = ("zenjax._src.sync", "zenjax._src.compress")
+  is_one = lambda node: type(node).__module__.startswith(syncs)
+  for node in filter(is_one, jax.tree.leaves(state, is_leaf=is_one)):
+    raise ValueError(
+      "`inner` of lazy_rows must not synchronize devices, but its state holds a"
+      f" {type(node).__name__}. Put the synchronization in front:"
+      " `optax.chain(zenjax.zen_sync(axis_name), zenjax.lazy_rows(optimizer))`."
+      " (`sharded_optimizer` needs no `lazy_rows`.)"
     )
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.sync import device_state
 
@@ -75,7 +76,7 @@ def delayed(
     Learning](https://arxiv.org/abs/1802.08021), SC 2019, with its non-blocking
     collectives.
   """
-  tx = optax.with_extra_args_support(tx)
+  tx = optax.with_extra_args_support(arguments.optimizer("tx", tx))
   zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
   swap = optax.GradientTransformationExtraArgs(zeros, _swapped)
   swap = device_state.transformation("delayed", swap, axis_name)

@@ -620,9 +620,10 @@ def _require_same_tables(
     owner = node.num_rows, node.seed, node.hash_offset
     if jax.tree.leaves(node) and owner not in owners:
       raise ValueError(
-        "`state` of sharded_optimizer must be made for the tables of this step."
-        f" Their (rows, hash_seed, rows before) are {sorted(owners)}, got"
-        f" {owner}. Give `init_state` the same `sparse` and `hash_seed`."
+        "`state` of sharded_optimizer must be made for the tables of this step,"
+        f" but it is for a table of {node.num_rows} rows whose rows are not"
+        " where they are now. Make it with `zenjax.init_state(tx, params, mesh,"
+        " axis_name)` for these parameters, with the same `hash_seed`."
       )
 
 
@@ -768,5 +769,6 @@ def sharded_optimizer(
       f"`clip_norm` must be positive, got {clip_norm!r}. Leave it out for no"
       " limit."
     )
-  owners = Owners(optax.with_extra_args_support(tx), options, clip_norm)
+  inner = optax.with_extra_args_support(arguments.optimizer("tx", tx))
+  owners = Owners(inner, options, clip_norm)
   return optax.GradientTransformationExtraArgs(owners.init, owners.update)

@@ -55,12 +55,8 @@ class Sizes(NamedTuple):
 
 # These sizes decide who gets which rows. If they change, needs of earlier steps
 # say nothing about the next.
-_GROUPED = np.array(
-  [
-    Sizes._fields.index(name)
-    for name in ("devices", "row_groups", "column_groups", "scheme")
-  ]
-)
+_GROUPING = ("devices", "row_groups", "column_groups", "scheme")
+_MAY_CHANGE = np.array([name not in _GROUPING for name in Sizes._fields])
 
 
 class Last(NamedTuple):
@@ -274,7 +270,7 @@ def after_step(
     place = lax.rem(step, jnp.asarray(HISTORY, step.dtype))
     sizes = jnp.stack([jnp.asarray(x, jnp.int32) for x in sizes])
     # Rows for an owner and rows for all devices are different needs.
-    same = jnp.all(leaves[table.name].sizes[_GROUPED] == sizes[_GROUPED])
+    same = jnp.all((leaves[table.name].sizes == sizes) | _MAY_CHANGE)
     history = jnp.where(same, leaves[table.name].history, NO_STEP)
     states[table.name] = dataclasses.replace(
       leaves[table.name],

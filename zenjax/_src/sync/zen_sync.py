@@ -167,6 +167,12 @@ def zen_sync(
     **extra_args: Any,
   ) -> tuple[optax.Updates, Any]:
     del params, extra_args
+    if not isinstance(state, ZenSyncState):
+      raise TypeError(
+        "`state` of zen_sync must be a ZenSyncState, got"
+        f" {type(state).__name__}. Make it with `tx.init(params)`, and call"
+        " `tx.update(grads, opt_state, params)`."
+      )
     if options.plan:
       leaves = leaf_util.named_leaves(updates, is_rows)
       require_tree(options.plan, leaf_util.shapes(leaves))

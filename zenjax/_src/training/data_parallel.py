@@ -204,6 +204,7 @@ def _require_synchronized(
     common: For each output, whether it must be equal on all devices.
     axes: The axes that devices are mapped over.
   """
+  _agreed(program, own)
   needed, used = jaxprs.needed(program, common)
   local = [x for x, is_used in zip(own, used, strict=True) if is_used]
   if not any(local) or _exchanges(needed, local):
@@ -250,6 +251,36 @@ def _exchanges(program: Any, own: Sequence[bool]) -> bool:
       if not is_call and _communicates(eqn):
         return True
   return False
+
+
+def _agreed(program: Any, own: Sequence[bool]) -> list[bool]:
+  """Refuses exchanges under a condition that devices may decide differently.
+
+  Args:
+    program: A closed jaxpr.
+    own: For each input, whether it differs between devices.
+
+  Returns:
+    For each output, whether it may differ.
+  """
+  jaxpr, _ = jaxprs.opened(program)
+  local = {x for x, is_own in zip(jaxpr.invars, own, strict=True) if is_own}
+  is_local = lambda x: isinstance(x, jex_core.Var) and x in local
+  for eqn in jaxpr.eqns:
+    read, name = [*map(is_local, eqn.invars)], eqn.primitive.name
+    if name in jaxprs.CALLS:
+      differs = _agreed(jaxprs.called(eqn), read)
+      local.update(x for x, yes in zip(eqn.outvars, differs) if yes)
+    elif any(read) and name not in (*_COLLECTIVES, "zenjax_as_invariant"):
+      local.update(eqn.outvars)
+    if name == "cond" and read[0] and _communicates(eqn):
+      raise ValueError(
+        "`step` synchronizes under a condition that depends on each device's"
+        " own part of the batch, so devices may wait for each other forever."
+        " Put `optax.apply_if_finite` behind `zen_sync` or `all_reduce`, not"
+        " around it."
+      )
+  return [*map(is_local, jaxpr.outvars)]
 
 
 def _check_state(state: Any, devices: int) -> None:
