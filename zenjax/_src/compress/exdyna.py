@@ -186,13 +186,12 @@ class _Partitioned(Sparsifier):
 
   def _plan(self, size: int, n: int) -> "_Plan":
     """Raises `ValueError` if there is nothing to select."""
-    k = int(self.density * size)
+    division, k = type(self)._division(size, n), int(self.density * size)
     if k == 0:
       raise ValueError(
         f"`density` {self.density} selects none of {size} elements. Give"
         f" {min(1.01 / max(size, 1), 1):.3g} or more."
       )
-    division = type(self)._division(size, n)
     capacity = self.capacity or max(int(_SLACK * k / n) + 1, _FEWEST)
     return _Plan(k, k == size, division, min(capacity, division.longest))
 

@@ -144,9 +144,10 @@ def require_made_for(
     have, want = got.get(name, "nothing"), needed.get(name, "nothing")
     if have != want:
       raise ValueError(
-        f"`state` of {by} was made for other gradients, options or devices: its"
-        f" {name} is {have}, and {devices} devices need {want}. Make it with"
-        " `zenjax.init_state(tx, params, mesh, axis_name)`, and pass"
-        " `zenjax.state_specs(state, axis_name)` to shard_map. After a change"
-        " of devices use `zenjax.from_checkpoint(state, mesh, axis_name)`."
+        f"`state` of {by} was made for other gradients, options (such as"
+        " another compressor) or devices. Make it with `zenjax.init_state(tx,"
+        " params, mesh, axis_name)`, and, in your own shard_map, pass"
+        " `zenjax.state_specs(state, axis_name)`. After a change of devices use"
+        " `zenjax.from_checkpoint(state, mesh, axis_name)`. (What differs: its"
+        f" {name} is {have}, and {devices} devices need {want}.)"
       )

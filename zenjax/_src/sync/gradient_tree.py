@@ -286,8 +286,9 @@ def require_sparse(
   if state is not None and set(names) != set(state.leaves):
     raise ValueError(
       "`state` must be made for these gradients, but it is for sparse leaves"
-      f" {sorted(state.leaves)}, and here these are {sorted(names)}. Call"
-      " `init` with parameters of the same structure and shapes."
+      f" {sorted(state.leaves)}, and here these are {sorted(names)}. Make it"
+      " with `zenjax.init_state(tx, params, mesh, axis_name)` or"
+      " `tx.init(params)` for parameters like these."
     )
 
 
