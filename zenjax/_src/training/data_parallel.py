@@ -81,8 +81,9 @@ def data_parallel(
       `jax.random.PRNGKey` or an optimizer state; an axis is not the mesh's; a
       state was made for another number of devices (`zenjax.from_checkpoint`
       moves it), or by `tx.init` for `optax.MultiSteps`; the step synchronizes
-      nothing; a leaf of `aux` is not declared; or a leaf of the state is
-      sharded that would be gathered on every device.
+      nothing, or only if a device's own data say so; a leaf of `aux` is not
+      declared; or a leaf of the state is sharded that would be gathered on
+      every device.
     TypeError: The step does not return two things, or returns a state of
       another structure.
 
@@ -204,7 +205,7 @@ def _require_synchronized(
     common: For each output, whether it must be equal on all devices.
     axes: The axes that devices are mapped over.
   """
-  _agreed(program, own)
+  _may_differ(program, own)  # Only for what it refuses.
   needed, used = jaxprs.needed(program, common)
   local = [x for x, is_used in zip(own, used, strict=True) if is_used]
   if not any(local) or _exchanges(needed, local):
@@ -253,15 +254,18 @@ def _exchanges(program: Any, own: Sequence[bool]) -> bool:
   return False
 
 
-def _agreed(program: Any, own: Sequence[bool]) -> list[bool]:
-  """Refuses exchanges under a condition that devices may decide differently.
+def _may_differ(program: Any, own: Sequence[bool]) -> list[bool]:
+  """Returns whether each output may differ between devices.
+
+  Refuses exchanges under a condition that devices may decide differently. What
+  an exchange returns is taken to be equal on all devices.
 
   Args:
     program: A closed jaxpr.
     own: For each input, whether it differs between devices.
 
-  Returns:
-    For each output, whether it may differ.
+  Raises:
+    ValueError: A branch with a collective depends on an input that differs.
   """
   jaxpr, _ = jaxprs.opened(program)
   local = {x for x, is_own in zip(jaxpr.invars, own, strict=True) if is_own}
@@ -269,9 +273,9 @@ def _agreed(program: Any, own: Sequence[bool]) -> list[bool]:
   for eqn in jaxpr.eqns:
     read, name = [*map(is_local, eqn.invars)], eqn.primitive.name
     if name in jaxprs.CALLS:
-      differs = _agreed(jaxprs.called(eqn), read)
+      differs = _may_differ(jaxprs.called(eqn), read)
       local.update(x for x, yes in zip(eqn.outvars, differs) if yes)
-    elif any(read) and name not in (*_COLLECTIVES, "zenjax_as_invariant"):
+    elif any(read) and not _communicates(eqn):
       local.update(eqn.outvars)
     if name == "cond" and read[0] and _communicates(eqn):
       raise ValueError(
