@@ -615,7 +615,8 @@ def _require_same_tables(
         raise ValueError(
           "`state` of sharded_optimizer must be split over devices, but each"
           f" device has the parts of {len(x) // node.layout.slots} devices."
-          " Give `zenjax.state_specs(state, axis_name)` to shard_map."
+          " Give `zenjax.state_specs(state, axis_name)` to shard_map. For"
+          " `data_parallel`, don't put it into an `nnx.state`, which hides it."
         )
     owner = node.num_rows, node.seed, node.hash_offset
     if jax.tree.leaves(node) and owner not in owners:
