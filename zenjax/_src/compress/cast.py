@@ -75,4 +75,4 @@ class Cast(Codec):
     if not self._scaled:
       narrow = wire.from_words(words, (self.block,), self.dtype)
       return narrow.astype(jnp.float32)
-    return packing.decode_floats(words, self.block, self.dtype)
+    return packing.decode_floats(words, self.dtype)

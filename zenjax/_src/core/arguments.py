@@ -135,7 +135,7 @@ def floating(name: str, dtype: Any, others: str = "") -> jnp.dtype | None:
     known = None
   if known is None or not jnp.issubdtype(known, jnp.floating):
     raise TypeError(
-      f"`{name}` must be a floating dtype such as jnp.bfloat16{others}, got"
+      f"`{name}` must be {others}a floating dtype such as jnp.bfloat16, got"
       f" {dtype!r}."
     )
   return known
@@ -146,7 +146,7 @@ def row_wire_dtype(name: str, dtype: Any) -> jnp.dtype | None:
   integers = [jnp.dtype(jnp.int8), jnp.dtype(jnp.int4)]
   if dtype in (jnp.int8, jnp.int4, *integers, *[x.name for x in integers]):
     return jnp.dtype(dtype)
-  wire = floating(name, dtype, ", jnp.int8 or jnp.int4")
+  wire = floating(name, dtype, "jnp.int8, jnp.int4, or ")
   info = wire and jnp.finfo(wire)
   if info and (info.bits < 8 or float(info.min) >= 0):
     raise ValueError(

@@ -40,7 +40,8 @@ def size_in_init(axes: Axes, by: str) -> int:
     raise ValueError(
       f"`{by}` keeps a part of the state on each device, and `tx.init(params)`"
       " doesn't know the devices. Call `opt_state = zenjax.init_state(tx,"
-      f" params, mesh, {axis_name!r})`, on a mesh with this axis. In place of"
+      f" params, mesh, {axis_name!r})`, on a mesh with this axis. For `pmap`,"
+      f" call `jax.pmap(tx.init, axis_name={axis_name!r})`. In place of"
       " `TrainState.create`, write `TrainState(step=0, apply_fn=model.apply,"
       " params=params, tx=tx, opt_state=opt_state)`. In place of"
       " `nnx.Optimizer`, take `params = nnx.state(model, nnx.Param)`, and write"

@@ -28,22 +28,26 @@ def check_block(block: int) -> None:
 
 
 def packed(codes: jax.Array, bits: int) -> jax.Array:
-  """Packs `[m, block] int32` into `[m, block * bits / 32] uint32`."""
+  """Packs `[m, block] int32` into `[m, words] uint32`, padded with zeros.
+
+  Blocks are transposed, because TPUs pad the last dimension to 128.
+  """
   low = lax.bitcast_convert_type(codes, jnp.uint32) & np.uint32(2**bits - 1)
-  low = low.reshape(codes.shape[0], -1, 32 // bits)
-  return jnp.sum(low << _shifts(bits), axis=2, dtype=jnp.uint32)
+  low = jnp.pad(low.T, ((0, -codes.shape[1] % (32 // bits)), (0, 0)))
+  low = low.reshape(-1, 32 // bits, codes.shape[0])
+  return jnp.sum(low << _shifts(bits), axis=1, dtype=jnp.uint32).T
 
 
 def unpacked(words: jax.Array, bits: int) -> jax.Array:
-  """Inverse of `packed`, for integers with a sign."""
-  high = words[:, :, None] << (np.uint32(32 - bits) - _shifts(bits))
+  """Inverse of `packed`, for integers with a sign; keeps the padding."""
+  high = words.T[:, None] << (np.uint32(32 - bits) - _shifts(bits))
   codes = lax.bitcast_convert_type(high, jnp.int32) >> np.int32(32 - bits)
-  return codes.reshape(words.shape[0], -1)
+  return codes.reshape(-1, words.shape[0]).T
 
 
 def _shifts(bits: int) -> jax.Array:
-  """Returns where the integers of a word begin, `[1, 1, 32 / bits]`."""
-  return jnp.arange(0, 32, bits, dtype=jnp.uint32).reshape(1, 1, -1)
+  """Returns where the integers of a word begin, `[1, 32 / bits, 1]`."""
+  return jnp.arange(0, 32, bits, dtype=jnp.uint32).reshape(1, -1, 1)
 
 
 def checked(scale: jax.Array, x: jax.Array) -> jax.Array:
@@ -82,8 +86,7 @@ def encode_integers(
   """Converts `[m, block] float32` to integers and a scale, `[m, words] uint32`.
 
   The largest magnitude of a block becomes the largest integer; random rounding
-  may miss it by one. Blocks that `checked` marks become zeros. Blocks must fill
-  whole words.
+  may miss it by one. Blocks that `checked` marks become zeros.
   """
   most = 2 ** (bits - 1) - 1
   scale = checked(jnp.max(jnp.abs(x), axis=1) / most, x)
@@ -97,7 +100,7 @@ def encode_integers(
 
 
 def decode_integers(words: jax.Array, bits: int) -> jax.Array:
-  """Inverse of `encode_integers`, up to rounding."""
+  """Inverse of `encode_integers`, up to rounding; keeps the padding."""
   codes, scale = without_scales(words, 1)
   return unpacked(codes, bits).astype(jnp.float32) * scale
 
@@ -113,12 +116,15 @@ def encode_floats(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
   # `checked` would make smaller scales zero, and numbers divided by them NaN.
   scale = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent, _LEAST_POWER))
   scale = checked(scale, x)
-  narrow = (x / scale[:, None]).astype(dtype)
-  return with_scales(wire.to_words(narrow), scale)
+  codes = wire.integers((x / scale[:, None]).astype(dtype))
+  bits = jax.dtypes.itemsize_bits(dtype)
+  return with_scales(packed(codes.astype(jnp.int32), bits), scale)
 
 
-def decode_floats(words: jax.Array, block: int, dtype: jnp.dtype) -> jax.Array:
-  """Inverse of `encode_floats`, up to rounding."""
+def decode_floats(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """Inverse of `encode_floats`, up to rounding; keeps the padding."""
   words, scale = without_scales(words, 1)
-  narrow = wire.from_words(words, (block,), dtype)
+  bits = jax.dtypes.itemsize_bits(dtype)
+  codes = unpacked(words, bits).astype(f"int{bits}")
+  narrow = lax.bitcast_convert_type(codes, dtype)
   return narrow.astype(jnp.float32) * scale

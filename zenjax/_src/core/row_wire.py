@@ -62,7 +62,6 @@ class RowWire:
       return rows.astype(self.dtype)
     x = wire.constant(rows).astype(jnp.float32).reshape(-1, self.columns)
     if jnp.issubdtype(self.dtype, jnp.integer):
-      x = jnp.pad(x, ((0, 0), (0, -self.columns % (32 // self._bits))))
       words = packing.encode_integers(x, self._bits)
     else:
       words = packing.encode_floats(x, self.dtype)
@@ -74,10 +73,10 @@ class RowWire:
       return sent
     words = sent.reshape(-1, sent.shape[-1])
     if jnp.issubdtype(self.dtype, jnp.integer):
-      x = packing.decode_integers(words, self._bits)[:, : self.columns]
+      x = packing.decode_integers(words, self._bits)
     else:
-      x = packing.decode_floats(words, self.columns, self.dtype)
-    return x.reshape(*sent.shape[:-1], self.columns)
+      x = packing.decode_floats(words, self.dtype)
+    return x[:, : self.columns].reshape(*sent.shape[:-1], self.columns)
 
 
 def require(

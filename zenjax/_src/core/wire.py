@@ -90,11 +90,14 @@ def to_words(x: jax.Array) -> jax.Array:
     x = constant(x)
   flat = x.reshape(x.shape[0], -1)
   size = flat.dtype.itemsize
-  if size < 4:
-    each = 4 // size
-    flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % each)))
-    flat = flat.reshape(x.shape[0], -1, each)
-  return lax.bitcast_convert_type(flat, jnp.uint32).reshape(x.shape[0], -1)
+  if size >= 4:
+    return lax.bitcast_convert_type(flat, jnp.uint32).reshape(x.shape[0], -1)
+  # A bitcast of `[b, words, 4 / size]` would be simpler, but TPUs pad the last
+  # dimension to 128.
+  flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % (4 // size))))
+  parts = lax.bitcast_convert_type(flat, f"uint{8 * size}")
+  parts = parts.reshape(x.shape[0], 4 // size, -1).astype(jnp.uint32)
+  return jnp.sum(parts << _shifts(size), axis=1, dtype=jnp.uint32)
 
 
 def from_words(
@@ -104,8 +107,15 @@ def from_words(
   batch, size = words.shape[0], jnp.dtype(dtype).itemsize
   if size == 8:
     words = words.reshape(batch, -1, 2)
+  if size < 4:
+    words = (words[:, None] >> _shifts(size)).astype(f"uint{8 * size}")
   flat = lax.bitcast_convert_type(words, dtype).reshape(batch, -1)
   return flat[:, : math.prod(shape)].reshape(batch, *shape)
+
+
+def _shifts(size: int) -> jax.Array:
+  """Returns where parts of a word of `size` bytes begin, `[1, parts, 1]`."""
+  return jnp.arange(0, 32, 8 * size, dtype=jnp.uint32).reshape(1, -1, 1)
 
 
 def index_words(capacity: int, num_slots: int) -> int:

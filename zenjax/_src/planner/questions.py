@@ -186,8 +186,8 @@ def ask(
     if max(x.rows, x.fullest) > 1.001 * rows[name]:
       raise ValueError(
         f"`profile` of {name!r} must count rows of that table, which has"
-        f" {rows[name]}, got {x}. Count different rows, as"
-        " `len(np.unique(ids))` does."
+        f" {rows[name]}, got {x}. Take the state of a run with the same table,"
+        " or count different rows, as `len(np.unique(ids))` does."
       )
   # What was counted says more than what the loss does with a table.
   sparse = {name for name, x in known.items() if x.union < rows[name]}

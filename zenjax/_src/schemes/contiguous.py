@@ -62,10 +62,9 @@ class SplitDenseGather(SplitAllGather):
 
       bytes = (n - 1) / n * (s * d * R * (D * size + index) + R * D * size)
 
-  This is at least half of the bytes of a dense exchange. SparCML chooses the
-  format of the second half at run time. A static program cannot, so you choose
-  it with the scheme. As with every scheme, overflowing rows follow in further
-  rounds, and arrays above break-even take the dense path.
+  This is at least half of the bytes of a dense exchange. As with every scheme,
+  overflowing rows follow in further rounds, and arrays above break-even take
+  the dense path.
   """
 
   name: str = "split_dense_gather"

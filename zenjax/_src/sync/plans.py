@@ -496,7 +496,7 @@ _COMPARED = (
 def _verdict(plan: Plan) -> str:
   """Returns one sentence about what a plan gains."""
   if not plan.pays:
-    return "plain pmean is best for every leaf: leave zen_sync out."
+    return "every leaf stays with plain pmean: leave zen_sync out."
   if not plan.dense_seconds:
     return "no time was predicted."
   what = _timed(plan) + (" is" if plan.compute_seconds else " are")

@@ -307,8 +307,9 @@ class Owners:
       if not is_sharded(table):
         continue
       what = f"Table {name.partition('.')[2] or leaf_util.ONLY!r}"
-      sharded_table.require_devices(what, table.devices, devices)
-      if table.batch_axes != self.options.axes:
+      if table.batch_axes == self.options.axes:
+        sharded_table.require_devices(what, table.devices, devices)
+      else:
         raise ValueError(
           "`axis_name` of sharded_optimizer must name the axes over which a"
           f" batch of sharded tables is split, got {self.options.axes!r}. Give"

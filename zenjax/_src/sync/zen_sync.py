@@ -217,7 +217,7 @@ def sparse_pmean(x: Any, axis_name: arguments.AxisName, **kwargs: Any) -> Any:
     or SparseRows, as `output` says.
 
   Raises:
-    TypeError: `x` is not floating.
+    TypeError: `x` is not floating, or an option has a wrong type.
     ValueError: An option is out of range, or does not fit `x`.
     NameError: The axis is not bound by `shard_map`, `pmap` or `vmap`.
 
@@ -232,7 +232,7 @@ def sparse_pmean(x: Any, axis_name: arguments.AxisName, **kwargs: Any) -> Any:
     >>> jax.jit(mean)(x)[1, :, 0].tolist()
     [0.0, 0.0, 0.0, 0.5]
   """
-  return _reduced(x, axis_name, op="mean", **kwargs)
+  return _reduced(x, axis_name, "mean", kwargs)
 
 
 def sparse_psum(x: Any, axis_name: arguments.AxisName, **kwargs: Any) -> Any:
@@ -254,7 +254,7 @@ def sparse_psum(x: Any, axis_name: arguments.AxisName, **kwargs: Any) -> Any:
     or SparseRows, as `output` says.
 
   Raises:
-    TypeError: `x` is not floating.
+    TypeError: `x` is not floating, or an option has a wrong type.
     ValueError: An option is out of range, or does not fit `x`.
     NameError: The axis is not bound by `shard_map`, `pmap` or `vmap`.
 
@@ -269,14 +269,25 @@ def sparse_psum(x: Any, axis_name: arguments.AxisName, **kwargs: Any) -> Any:
     >>> jax.jit(total)(x)[0, :, 0].tolist()
     [0.0, 0.0, 0.0, 2.0]
   """
-  return _reduced(x, axis_name, op="sum", **kwargs)
+  return _reduced(x, axis_name, "sum", kwargs)
 
 
-def _reduced(x: Any, axis_name: arguments.AxisName, **kwargs: Any) -> Any:
-  if not jnp.issubdtype(jnp.result_type(x.dtype), jnp.floating):
+def _reduced(
+  x: Any, axis_name: arguments.AxisName, op: str, given: dict[str, Any]
+) -> Any:
+  dtype = getattr(x, "dtype", type(x).__name__)
+  if not hasattr(x, "dtype") or not jnp.issubdtype(dtype, jnp.floating):
     raise TypeError(
-      f"`x` must be floating, got {x.dtype}. Use `jax.lax.psum` or `pmean`."
+      f"`x` must be an array of floats or SparseRows, got {dtype}. Use"
+      " `jax.lax.psum` or `pmean`."
     )
-  options = sync_options.check(axis_name, sparse=True, mesh=None, **kwargs)
+  if refused := sorted({"sparse", "mesh", "op"} & set(given)):
+    raise TypeError(
+      f"`{refused[0]}` is not an option of sparse_pmean and sparse_psum. Leave"
+      " it out."
+    )
+  options = sync_options.check(
+    axis_name, op=op, sparse=True, mesh=None, **given
+  )
   synced, _ = gradient_tree.sync_tree(x, None, options)
   return synced
