@@ -29,23 +29,27 @@ def _trace(tmp_path_factory):
   return write(tmp_path_factory.mktemp("traces") / "trace")
 
 
-NETWORK = ("--hosts", "8", "--link", "1gbit", "--machine", "h100")
-POD = (*NETWORK, "--devices", "8", "--ports", "2")
+NETWORK = "--hosts 8 --link 1gbit --machine h100"
+POD = f"{NETWORK} --devices 8 --ports 2"
+
+
+def planned(folder, trace, words=""):
+  """The plan for a trace on a network, as the command saves it."""
+  path = folder / "plan.json"
+  words = [*NETWORK.split(), *words.split(), "--json", str(path)]
+  assert main(["plan", "--trace", trace, *words]) == 0
+  return planner.Plan.from_json(path.read_text())
 
 
 def test_plan_prints_and_saves(trace, tmp_path, capsys):
-  path = tmp_path / "plan.json"
-  words = ("plan", "--trace", trace, *NETWORK, "--compute-seconds", "0.01")
-  assert main([*words, "--json", str(path)]) == 0
+  found = planned(tmp_path, trace, "--compute-seconds 0.01")
   said = capsys.readouterr().out
-  found = planner.Plan.from_json(path.read_text())
   assert str(found) in said and "rows on a device" in said
   assert found.mesh == (("data", 8),) and found.better == "plan"
   assert found.by_name["t"].scheme != "dense"
   assert "note:" not in said
-  seen = found.by_name["t"].rows
-  main([*words, "--batch", "2", "--json", str(path)])
-  larger = planner.Plan.from_json(path.read_text()).by_name["t"].rows
+  again = planned(tmp_path, trace, "--compute-seconds 0.01 --batch 2")
+  seen, larger = [plan.by_name["t"].rows for plan in (found, again)]
   assert seen and larger and seen < larger < 2 * seen
 
 
@@ -54,10 +58,8 @@ def test_parts_of_a_trace_begin_with_its_last_leaf(tmp_path, capsys):
     traces.LeafInfo(name=f"layer{i}", shape=(1024, 1024), is_table=False)
     for i in range(4)
   ]
-  trace, path = write(tmp_path / "trace", (TABLE, *layers)), tmp_path / "plan"
-  words = ["plan", "--trace", trace, *NETWORK, "--compute-seconds", "0.012"]
-  assert main([*words, "--allow", "int8", "--json", str(path)]) == 0
-  found = planner.Plan.from_json(path.read_text())
+  trace = write(tmp_path / "trace", (TABLE, *layers))
+  found = planned(tmp_path, trace, "--compute-seconds 0.012 --allow int8")
   parts = [leaf.group for leaf in found.leaves if leaf.compressor]
   assert parts == sorted(parts, reverse=True) and len(set(parts)) > 1
   assert "does not know in which order" in capsys.readouterr().out
@@ -65,16 +67,18 @@ def test_parts_of_a_trace_begin_with_its_last_leaf(tmp_path, capsys):
 
 def test_a_tall_layer_that_is_no_table_is_all_reduced(tmp_path, capsys):
   tall = traces.LeafInfo(name="tall", shape=(3072, 512), is_table=False)
-  trace, path = write(tmp_path / "trace", (TABLE, tall)), tmp_path / "plan"
-  words = ["plan", "--trace", trace, *NETWORK, "--json", str(path)]
-  assert main(words) == 0
-  found = planner.Plan.from_json(path.read_text()).by_name
+  found = planned(tmp_path, write(tmp_path / "trace", (TABLE, tall))).by_name
   assert found["tall"].scheme == "dense" != found["t"].scheme
   assert "densities assumed" not in capsys.readouterr().out
 
 
+def test_tables_alone_are_told_to_be(tmp_path, capsys):
+  planned(tmp_path, write(tmp_path / "trace", (TABLE,)))
+  assert "the plan contain tables only" in capsys.readouterr().out
+
+
 def test_a_pod_and_a_measured_machine(trace, tmp_path, capsys):
-  assert main(["plan", "--trace", trace, *POD]) == 0
+  assert main(["plan", "--trace", trace, *POD.split()]) == 0
   said = capsys.readouterr().out
   assert "64 devices (host 8 x device 8)" in said and "2 network cards" in said
   assert "the trace has 16 row sets per table, but 64 are needed" in said
@@ -102,46 +106,33 @@ def test_several_values_make_a_table(trace, capsys):
   assert "--json needs one plan" in capsys.readouterr().err
 
 
-def test_tables_alone_are_told_to_be(tmp_path, capsys):
-  assert (
-    main(["plan", "--trace", write(tmp_path / "t", (TABLE,)), *NETWORK]) == 0
-  )
-  assert "the plan contain tables only" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
   ("words", "said"),
   [
-    (["plan"], "--trace"),
-    (["plan", *NETWORK, "--trace", "nowhere"], "nowhere/trace.json"),
-    (["plan", "--trace", "TRACE"], "a machine must be described"),
-    (["plan", "--trace", "TRACE", "--link", "1gbit"], "--link needs --hosts"),
+    ("plan", "--trace"),
+    (f"plan {NETWORK} --trace nowhere", "nowhere/trace.json"),
+    ("plan --trace TRACE", "a machine must be described"),
+    ("plan --trace TRACE --link 1gbit", "--link needs --hosts"),
+    ("plan --trace TRACE --devices 2", "--devices needs --machine"),
+    ("plan --trace TRACE --hosts 2", "--hosts needs --link"),
     (
-      ["plan", "--trace", "TRACE", "--devices", "2"],
-      "--devices needs --machine",
-    ),
-    (["plan", "--trace", "TRACE", "--hosts", "2"], "--hosts needs --link"),
-    (
-      ["plan", "--trace", "TRACE", *POD, "--hosts", "1"],
+      f"plan --trace TRACE {POD} --hosts 1",
       "--devices with --link needs several --hosts",
     ),
-    (["plan", "--trace", "TRACE", *NETWORK, "--link", "fast"], "'fast'"),
-    (["plan", "--trace", "TRACE", *NETWORK, "--hosts", "0"], "at least 1"),
+    (f"plan --trace TRACE {NETWORK} --link fast", "'fast'"),
+    (f"plan --trace TRACE {NETWORK} --hosts 0", "at least 1"),
+    (f"plan --trace TRACE {NETWORK} --topology x", "--topology says"),
+    ("plan --trace TRACE --topology x", "No such file"),
     (
-      ["plan", "--trace", "TRACE", *NETWORK, "--topology", "x"],
-      "--topology says",
-    ),
-    (["plan", "--trace", "TRACE", "--topology", "x"], "No such file"),
-    (
-      ["plan", "--trace", "TRACE", *NETWORK, "--compute-seconds", "-1"],
+      f"plan --trace TRACE {NETWORK} --compute-seconds -1",
       "must be positive",
     ),
-    (["sing"], "invalid choice"),
+    ("sing", "invalid choice"),
   ],
 )
 def test_bad_input_exits_with_2(trace, capsys, words, said):
   with pytest.raises(SystemExit) as ended:
-    main([trace if word == "TRACE" else word for word in words])
+    main([trace if word == "TRACE" else word for word in words.split()])
   assert ended.value.code == 2
   assert said in capsys.readouterr().err
 

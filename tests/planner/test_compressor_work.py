@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from planned import shape
 import pytest
 import runners
 
@@ -20,7 +20,12 @@ def grads(params):
 
 
 def shapes(layers):
-  return {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in layers.items()}
+  return {name: shape(*size) for name, size in layers.items()}
+
+
+def measured(*args, of=grads, **options):
+  options = {"mesh": runners.mesh(2), "repeats": 1} | options
+  return planner.measure_compressors(of, *args, **options)
 
 
 def planned(allow: Any = BOTH, **options) -> planner.Plan:
@@ -34,31 +39,22 @@ def planned(allow: Any = BOTH, **options) -> planner.Plan:
 
 
 def test_each_compressor_that_fits_is_timed():
-  times_of = lambda layers: planner.measure_compressors(
-    grads,
-    shapes(layers),
-    compressors=BOTH,
-    mesh=runners.mesh(2),
-    repeats=1,
-  )
-  found = times_of(LAYERS)
+  found = measured(shapes(LAYERS), compressors=BOTH)
   assert list(found) == [str(x) for x in BOTH]
   assert all(0 < seconds < 10 for seconds in found.values())
   # ExDyna needs more blocks.
-  assert list(times_of({"small": (160, 128)})) == ["LowBit(8)"]
+  few = measured(shapes({"small": (160, 128)}), compressors=BOTH)
+  assert list(few) == ["LowBit(8)"]
 
 
 def test_tables_are_not_compressed():
   loss = lambda params, ids: jnp.sum(params["t"][ids] ** 2)
-  found = planner.measure_compressors(
-    zenjax.value_and_grad(loss),
+  assert not measured(
     shapes({"t": (5000, 64)}),
     jnp.zeros(8, jnp.int32),
+    of=zenjax.value_and_grad(loss),
     compressors=BOTH,
-    mesh=runners.mesh(2),
-    repeats=1,
   )
-  assert not found
 
 
 def test_plans_take_what_was_measured():
@@ -75,28 +71,24 @@ def test_plans_take_what_was_measured():
   assert chosen["bias"].choice == "pmean"
 
 
+_WORD: Any = ["int8"]
+
+
 @pytest.mark.parametrize(
   ("call", "words"),
   [
     (lambda: planned(local_seconds={"Sign()": 1.0}), "`local_seconds`.*Sign"),
-    (
-      lambda: planned(allow=["ExDyna(1e-9)"]),
-      "`density` 1e-09 selects none of",
-    ),
+    (lambda: planned(["ExDyna(1e-9)"]), "`density` 1e-09 selects none of"),
     (
       lambda: planned(local_seconds={"LowBit(8)": float("nan")}),
       "must be a finite time of 0 or more, got nan",
     ),
     (
-      lambda: planner.measure_compressors(
-        grads, shapes(LAYERS), compressors=BOTH, repeats=0
-      ),
+      lambda: measured(shapes(LAYERS), compressors=BOTH, repeats=0),
       "`repeats` must be a positive",
     ),
     (
-      lambda: planner.measure_compressors(
-        grads, shapes(LAYERS), compressors=_any(["int8"])
-      ),
+      lambda: measured(shapes(LAYERS), compressors=_WORD),
       "`compressors` must be",
     ),
   ],
@@ -104,7 +96,3 @@ def test_plans_take_what_was_measured():
 def test_refused(call, words):
   with pytest.raises((TypeError, ValueError), match=words):
     call()
-
-
-def _any(x: Any) -> Any:
-  return x

@@ -3,6 +3,7 @@
 import jax
 from jax import lax
 import jax.numpy as jnp
+from planned import shape
 import pytest
 
 from benchmarks import paper_models
@@ -10,6 +11,8 @@ from benchmarks import peers
 import zenjax
 from zenjax._src.planner import questions
 from zenjax.planner import Topology
+
+HOSTS = Topology.network("1 Gbit/s", 4)
 
 
 @pytest.mark.parametrize(
@@ -29,8 +32,8 @@ def test_at_least_as_good_as_espresso_and_merge_comp(model, rate, hosts):
 
 
 def ready(loss, *shapes):
-  shapes = [jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes]
-  gradients = questions.gradients_of(jax.value_and_grad(loss), [shapes])
+  params = [shape(*x) for x in shapes]
+  gradients = questions.gradients_of(jax.value_and_grad(loss), [params])
   return [x.ready for x in gradients]
 
 
@@ -70,39 +73,30 @@ def test_gradients_without_products_come_in_order():
   assert ready(loss, (300,), (100,)) == pytest.approx([0.75, 1.0], rel=0.01)
 
 
-def test_a_tall_matrix_is_compressed_where_the_loss_uses_it_whole():
-  """It could be a table, and `jax.value_and_grad` would not tell."""
-  x, w = [
-    jax.ShapeDtypeStruct(s, jnp.float32) for s in [(8, 65536), (65536, 8)]
-  ]
-  plan = lambda grad: zenjax.planner.plan(
+def plan_of_tall_matrix(grad=zenjax.value_and_grad, **options):
+  """A plan for a matrix that could be a table, but is used whole."""
+  return zenjax.planner.plan(
     grad(lambda w, x: jnp.sum((x @ w) ** 2)),
-    *(w, x),
-    topology=Topology.network("1 Gbit/s", 4),
+    *(shape(65536, 8), shape(8, 65536)),
+    topology=HOSTS,
     allow="int8",
+    **options,
   )
-  assert plan(zenjax.value_and_grad).leaves[0].choice == "LowBit(8)"
-  assert plan(jax.value_and_grad).leaves[0].compressor is None
+
+
+def test_a_tall_matrix_is_compressed_where_the_loss_uses_it_whole():
+  """`jax.value_and_grad` would not tell."""
+  assert plan_of_tall_matrix().leaves[0].choice == "LowBit(8)"
+  unknown = plan_of_tall_matrix(jax.value_and_grad)
+  assert unknown.leaves[0].compressor is None
 
 
 def test_knowing_that_all_rows_are_touched_changes_nothing():
-  x, w = [
-    jax.ShapeDtypeStruct(s, jnp.float32) for s in [(8, 65536), (65536, 8)]
-  ]
   all_rows = zenjax.planner.Profile(
     rows=65536, fullest=65536, union=65536, devices=4
   )
-  plans = [
-    zenjax.planner.plan(
-      zenjax.value_and_grad(lambda w, x: jnp.sum((x @ w) ** 2)),
-      *(w, x),
-      topology=Topology.network("1 Gbit/s", 4),
-      allow="int8",
-      profile=profile,
-    )
-    for profile in (None, {"leaf": all_rows})
-  ]
-  assert plans[0].leaves[0].choice == plans[1].leaves[0].choice == "LowBit(8)"
+  known = plan_of_tall_matrix(profile={"leaf": all_rows})
+  assert known.leaves[0].choice == "LowBit(8)"
 
 
 class Unhashable(zenjax.compress.LowBit):
@@ -115,8 +109,8 @@ class Unhashable(zenjax.compress.LowBit):
 def test_compressors_that_fit_nothing_are_left_out(given):
   plan = zenjax.planner.plan(
     jax.value_and_grad(lambda w: jnp.sum(w @ w)),
-    jax.ShapeDtypeStruct((64, 64), jnp.float32),
-    topology=Topology.network("1 Gbit/s", 4),
+    shape(64, 64),
+    topology=HOSTS,
     allow=[given],
     local_seconds={str(given): 0.1},
   )
@@ -126,9 +120,8 @@ def test_compressors_that_fit_nothing_are_left_out(given):
 def test_a_jitted_function_may_have_static_arguments():
   loss = lambda w, power: jnp.sum(w**power)
   grads = jax.jit(jax.value_and_grad(loss), static_argnums=1)
-  w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-  topology = Topology.network("1 Gbit/s", 4)
-  assert zenjax.planner.plan(grads, w, 2, topology=topology).devices == 4
+  plan = zenjax.planner.plan(grads, shape(64, 64), 2, topology=HOSTS)
+  assert plan.devices == 4
 
 
 def plan_of_layers(**options):

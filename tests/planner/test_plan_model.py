@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from planned import ids
+from planned import plan_of_tables
+from planned import shape
 import pytest
 from refusals import names
 
@@ -17,10 +20,6 @@ from zenjax.planner import Topology
 from zenjax.planner import Work
 
 ROWS, WIDTH, BATCH = 100_000, 64, 512
-
-
-def shape(*dims, dtype: Any = jnp.float32):
-  return jax.ShapeDtypeStruct(dims, dtype)
 
 
 PARAMS = {
@@ -42,12 +41,17 @@ def machine(n=8, **link):
 
 
 SLOW = Topology.network("1gbit", 8)
-FULL = Profile(rows=ROWS, fullest=ROWS, union=ROWS, devices=8)
-FEW = Profile(rows=300, fullest=300, union=900, devices=8)
+
+
+def profile(rows, union, devices=8):
+  return Profile(rows=rows, fullest=rows, union=union, devices=devices)
+
+
+FULL, FEW = profile(ROWS, ROWS), profile(300, 900)
 
 
 def plan(topology=SLOW, grad=zenjax.value_and_grad, **options):
-  args = PARAMS, shape(BATCH, dtype=jnp.int32)
+  args = PARAMS, ids(BATCH)
   return planner.plan(grad(loss), *args, topology=topology, **options)
 
 
@@ -120,18 +124,12 @@ PAPER = {
 def test_zen_leads_by_volume_from_sixteen_devices(name, n):
   """Theorem 1: Balanced Parallelism beats Hierarchical Centralization."""
   rows, width, density, growth = PAPER[name]
-  seen = Profile(
-    rows=rows * density,
-    fullest=rows * density,
-    union=rows * density * growth,
-    devices=8,
-  )
-  found = planner.plan(
-    jax.value_and_grad(lambda p, ids: p["t"][ids].sum()),
-    {"t": shape(rows, width)},
-    shape(8, dtype=jnp.int32),
+  found = plan_of_tables(
+    {"t": (rows, width)},
+    8,
+    grad=jax.value_and_grad,
     topology=machine(n, bandwidth=1e9, latency_s=0.0),
-    profile={"t": seen},
+    profile={"t": profile(rows * density, rows * density * growth)},
   )
   assert found.by_name["t"].scheme == "zen"
 
@@ -157,7 +155,7 @@ def test_a_tied_table_is_summed_whole():
   def tied(params, ids):
     return jnp.mean((params["table"][ids] @ params["table"].T) ** 2)
 
-  args = {"table": shape(ROWS, WIDTH)}, shape(BATCH, dtype=jnp.int32)
+  args = {"table": shape(ROWS, WIDTH)}, ids(BATCH)
   make = lambda grad, **options: planner.plan(
     grad(tied), *args, topology=SLOW, **options
   )
@@ -186,8 +184,7 @@ def test_rows_are_rounded_only_where_allowed():
 )
 def test_a_union_grows_by_a_power_of_the_devices(rows, union, devices, wanted):
   """From one device no growth is known, so a vocabulary's is assumed."""
-  profile = Profile(rows=rows, fullest=rows, union=union, devices=devices)
-  assert profile.union_of(8) == pytest.approx(wanted)
+  assert profile(rows, union, devices).union_of(8) == pytest.approx(wanted)
 
 
 def test_capacities_are_those_given_or_counted():
@@ -203,27 +200,19 @@ def test_no_plan_by_one_way_for_all_tables_is_better():
   """Tables of different densities, which share exchanges or do not."""
   rng = np.random.default_rng(0)
   tables = {f"t{i}": r for i, r in enumerate((2_000, 60_000, 1_200, 30_000))}
-  params = {name: shape(rows, 16) for name, rows in tables.items()}
   seen = {}
   for name, rows in tables.items():
     mean = rows * rng.choice([0.001, 0.1, 0.9])
-    seen[name] = Profile(
-      rows=mean, fullest=mean, union=min(4 * mean, rows), devices=8
-    )
-  sums = lambda params, ids: sum(p[ids].sum() for p in params.values())
-  make = lambda **options: planner.plan(
-    jax.value_and_grad(sums),
-    params,
-    shape(64, dtype=jnp.int32),
+    seen[name] = profile(mean, min(4 * mean, rows))
+  found = plan_of_tables(
+    {name: (rows, 16) for name, rows in tables.items()},
+    64,
+    grad=jax.value_and_grad,
     topology=machine(bandwidth=1e8, latency_s=1e-4),
     profile=seen,
-    **options,
   )
-  found = make()
   assert found.pays and found.seconds < found.dense_seconds
-  groups = {}
-  for leaf in found.leaves:
-    groups.setdefault((leaf.scheme, leaf.group), []).append(leaf)
+  groups = {(leaf.scheme, leaf.group) for leaf in found.leaves}
   assert len(groups) == len({leaf.scheme for leaf in found.leaves})
   # Exchanges that are shared wait once.
   assert found.seconds <= sum(leaf.seconds for leaf in found.leaves)
@@ -243,9 +232,7 @@ def test_no_plan_by_one_way_for_all_tables_is_better():
     (dict(profile={"tabel": FEW}), ["`profile`", "'tabel'", "'table'"]),
     (dict(profile={"table": 3}), ["`profile` must map", "3"]),
     (
-      dict(
-        profile={"table": Profile(rows=2e5, fullest=2e5, union=2e5, devices=1)}
-      ),
+      dict(profile={"table": profile(2e5, 2e5)}),
       ["`profile` of 'table'", "100000"],
     ),
     (dict(profile={}, trace="x"), ["`trace`", "`profile`"]),
@@ -271,8 +258,8 @@ def test_refused(options, words):
 
 def test_numbers_of_numpy_are_saved():
   seen: Any = np.int64(512)
-  table = Profile(rows=seen, fullest=seen, union=seen, devices=8)
-  found = plan(profile={"table": table}, compute_seconds=np.float32(0.5))
+  table = {"table": profile(seen, seen)}
+  found = plan(profile=table, compute_seconds=np.float32(0.5))
   assert planner.Plan.from_json(found.to_json()) == found
 
 

@@ -11,8 +11,10 @@ from jax.sharding import AxisType
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
+from planned import plan_of_tables
 import pytest
 from refusals import names
+import runners
 
 import zenjax
 from zenjax import planner
@@ -41,71 +43,13 @@ def test_what_is_written_is_read(tmp_path):
   assert sets == [[[1, 3], []], [[19], [0, 1]]]
 
 
-def _cut(path):
-  path.write_bytes(path.read_bytes()[:-20])
-
-
-def _other_rows(path):
-  rows = np.array([25], np.uint32)
-  np.savez(path, rows_0_0=rows, rows_0_1=rows)
-
-
-def _other_devices(path):
-  np.savez(path, rows_0_0=np.zeros(0, np.uint32))
-
-
-@pytest.mark.parametrize("change", [_cut, _other_rows, _other_devices])
-def test_broken_steps_are_refused(tmp_path, change):
-  change(write(tmp_path) / "step-000001.npz")
-  with pytest.raises(ValueError) as error:
-    traces.read(tmp_path)
-  names(error, "step-000001.npz", "Record the trace again")
-
-
-@pytest.mark.parametrize(
-  ("change", "words"),
-  [
-    ({"version": 1}, ["version 3"]),
-    ({"devices": 0}, ["`devices`", "positive"]),
-    ({"leaves": []}, ["include a table"]),
-    ({"more": 1}, ["unknown ['more']"]),
-  ],
-)
-def test_broken_headers_are_refused(tmp_path, change, words):
-  path = write(tmp_path) / "trace.json"
-  path.write_text(json.dumps(json.loads(path.read_text()) | change))
-  with pytest.raises(ValueError) as error:
-    traces.read(tmp_path)
-  names(error, *words, "trace.json")
-
-
-def _step_of(sets):
-  return lambda path: write(path, steps=[sets])
-
-
-@pytest.mark.parametrize(
-  ("call", "words"),
-  [
-    (lambda path: traces.read(path), ["No such file", "trace.json"]),
-    (lambda path: write(write(path)), ["new or empty"]),
-    (lambda path: traces.read(write(path, steps=[])), ["has no steps"]),
-    (_step_of([[20], []]), ["`sets`", "'t'", "in [0, 20)"]),
-    (_step_of([[-1], []]), ["`sets`"]),
-    (_step_of([[1.5], []]), ["`sets`"]),
-    (_step_of([[1]]), ["2 arrays of row ids"]),
-    (lambda _: traces.Header(leaves=(TABLE, TABLE), devices=1), ["different"]),
-  ],
-)
-def test_refused(tmp_path, call, words):
-  with pytest.raises((OSError, ValueError)) as error:
-    call(tmp_path / "trace")
-  names(error, *words)
-
-
 # --- recording --------------------------------------------------------------
 
 N, ROWS = 4, 2048
 PARAMS = {"t": jnp.ones((ROWS, 8)), "w": jnp.ones((8, 4))}
+
+
+ALONE = runners.mesh(1)
 
 
 def mesh_of(kind):
@@ -200,78 +144,33 @@ def test_rows_are_nonzero_by_their_bits(tmp_path):
   table = np.zeros((ROWS, 8), np.float32)
   table[1, 2], table[2], table[4, 0], table[7, 1] = 1.0, -0.0, 1e-45, np.nan
   rows = zenjax.SparseRows([3, 3, 5], [[1.0] * 8, [-1.0] * 8, [1.0] * 8], ROWS)
-  mesh = jax.make_mesh((1,), ("data",))
   for number, (grads, wanted) in enumerate(
     [(jnp.asarray(table), [[1, 4, 7]]), (rows, [[5]])]
   ):
     path = tmp_path / str(number)
-    recorder = planner.record(path, {"t": PARAMS["t"]}, steps=1, mesh=mesh)
+    recorder = planner.record(path, {"t": PARAMS["t"]}, steps=1, mesh=ALONE)
     recorder.write(recorder.rows({"t": grads}))
     assert read_ids(path) == wanted
 
 
 def test_vectors_have_rows_of_one_element(tmp_path):
   params = {"v": jnp.zeros(5), "s": jnp.zeros(())}
-  mesh = jax.make_mesh((1,), ("data",))
-  recorder = planner.record(tmp_path, params, sparse=True, mesh=mesh)
+  recorder = planner.record(tmp_path, params, sparse=True, mesh=ALONE)
   recorder.write(recorder.rows({"v": jnp.eye(5)[3], "s": jnp.ones(())}))
   found = traces.read(tmp_path)
   assert found.sets["v"][0][0].tolist() == [3]
   assert found.sets["s"][0][0].tolist() == [0]
 
 
-def _arrays_in_plain_jit(path):
-  recorder = planner.record(path, PARAMS, mesh=mesh_of(AxisType.Auto))
-  jax.jit(recorder.rows)(PARAMS)
-
-
-def _more_than_asked_for(path):
-  mesh = jax.make_mesh((1,), ("data",))
-  recorder = planner.record(path, PARAMS, steps=1, mesh=mesh)
-  for _ in range(2):
-    recorder.write(recorder.rows(PARAMS))
-
-
-def _more_devices_later(path):
-  recorder = planner.record(path, {"t": PARAMS["t"]}, steps=2)
-  for devices in (2, 4):
-    recorder.write({"t": jnp.zeros((devices, -(-ROWS // 8)), jnp.uint8)})
-
-
-@pytest.mark.parametrize(
-  ("call", "words"),
-  [
-    (_more_devices_later, ["2", "4"]),
-    (_arrays_in_plain_jit, ["['t'] are arrays", "zenjax.value_and_grad"]),
-    (
-      lambda path: planner.record(path, PARAMS).rows(PARAMS),
-      ["`axis_name` of `record`", "('data',)", "`mesh=`"],
-    ),
-    (_more_than_asked_for, ["all 1 `steps`", "`wants_more`"]),
-    (lambda path: planner.record(path, PARAMS, steps=0), ["`steps`", "got 0"]),
-    (
-      lambda path: planner.record(path, {"w": PARAMS["w"]}),
-      ["`params` must hold a table", "`sparse=`"],
-    ),
-    (lambda path: planner.record(write(path), PARAMS), ["new or empty"]),
-  ],
-)
-def test_what_cannot_be_recorded(tmp_path, call, words):
-  with pytest.raises(ValueError) as error:
-    call(tmp_path / "trace")
-  names(error, *words)
-
-
 # --- densities --------------------------------------------------------------
 
 
 def densities(directory, devices) -> Any:
-  """Mean rows, fullest and union as a plan has them; width 4, 20 rows."""
-  shape = jax.ShapeDtypeStruct
-  found = planner.plan(
-    jax.value_and_grad(lambda p, ids: p["t"][ids].sum()),
-    {"t": shape(TABLE.shape, jnp.float32)},
-    shape((4,), jnp.int32),
+  """Mean rows and their union as a plan has them."""
+  found = plan_of_tables(
+    {"t": TABLE.shape},
+    4,
+    grad=jax.value_and_grad,
     topology=planner.Topology.network("1gbit", devices),
     trace=directory,
   )
@@ -309,16 +208,106 @@ def test_beyond_the_pool_the_union_is_the_largest_that_can_be(tmp_path):
   assert densities(same, 6) == (3, 3) and densities(same, 60) == (3, 3)
 
 
-@pytest.mark.parametrize(
-  ("change", "words"),
-  [
-    ({"shape": (21, 4)}, ["'t' has 21 rows in the trace and 20 in the model"]),
-    ({"name": "other"}, ["'other'", "none in the model"]),
-  ],
-)
-def test_traces_are_of_the_model_that_is_planned(tmp_path, change, words):
-  table = dataclasses.replace(TABLE, **change)
-  write(tmp_path, header=traces.Header(leaves=(table,), devices=2))
-  with pytest.raises(ValueError) as error:
-    densities(tmp_path, 2)
-  names(error, "`trace`", *words)
+# --- what is refused ---------------------------------------------------------
+
+
+def broken_step(**arrays):
+  """Reads a trace of which one step was overwritten, or cut off."""
+
+  def call(path):
+    file = write(path) / "step-000001.npz"
+    if arrays:
+      np.savez(file, **{k: np.uint32(rows) for k, rows in arrays.items()})
+    else:
+      file.write_bytes(file.read_bytes()[:-20])
+    traces.read(path)
+
+  return call
+
+
+def broken_header(**changes):
+  def call(path):
+    file = write(path) / "trace.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    traces.read(path)
+
+  return call
+
+
+def of_another_table(**changes):
+  """Plans with a trace of another model."""
+
+  def call(path):
+    table = dataclasses.replace(TABLE, **changes)
+    densities(write(path, traces.Header(leaves=(table,), devices=2)), 2)
+
+  return call
+
+
+def sets(sets):
+  return lambda path: write(path, steps=[sets])
+
+
+def arrays_in_plain_jit(path):
+  recorder = planner.record(path, PARAMS, mesh=mesh_of(AxisType.Auto))
+  jax.jit(recorder.rows)(PARAMS)
+
+
+def more_than_asked_for(path):
+  recorder = planner.record(path, PARAMS, steps=1, mesh=ALONE)
+  for _ in range(2):
+    recorder.write(recorder.rows(PARAMS))
+
+
+def more_devices_later(path):
+  recorder = planner.record(path, {"t": PARAMS["t"]}, steps=2)
+  for devices in (2, 4):
+    recorder.write({"t": jnp.zeros((devices, -(-ROWS // 8)), jnp.uint8)})
+
+
+STEP = "step-000001.npz", "Record the trace again"
+REFUSED = [
+  # Files.
+  (broken_step(), STEP),
+  (broken_step(rows_0_0=[25], rows_0_1=[25]), STEP),
+  (broken_step(rows_0_0=[]), STEP),
+  (broken_header(version=1), ["version 3", "trace.json"]),
+  (broken_header(devices=0), ["`devices`", "positive", "trace.json"]),
+  (broken_header(leaves=[]), ["include a table", "trace.json"]),
+  (broken_header(more=1), ["unknown ['more']", "trace.json"]),
+  (lambda path: traces.read(path), ["No such file", "trace.json"]),
+  (lambda path: write(write(path)), ["new or empty"]),
+  (lambda path: traces.read(write(path, steps=[])), ["has no steps"]),
+  (sets([[20], []]), ["`sets`", "'t'", "in [0, 20)"]),
+  (sets([[-1], []]), ["`sets`"]),
+  (sets([[1.5], []]), ["`sets`"]),
+  (sets([[1]]), ["2 arrays of row ids"]),
+  (lambda _: traces.Header(leaves=(TABLE, TABLE), devices=1), ["different"]),
+  # What cannot be recorded.
+  (more_devices_later, ["2", "4"]),
+  (arrays_in_plain_jit, ["['t'] are arrays", "zenjax.value_and_grad"]),
+  (
+    lambda path: planner.record(path, PARAMS).rows(PARAMS),
+    ["`axis_name` of `record`", "('data',)", "`mesh=`"],
+  ),
+  (more_than_asked_for, ["all 1 `steps`", "`wants_more`"]),
+  (lambda path: planner.record(path, PARAMS, steps=0), ["`steps`", "got 0"]),
+  (
+    lambda path: planner.record(path, {"w": PARAMS["w"]}),
+    ["`params` must hold a table", "`sparse=`"],
+  ),
+  (lambda path: planner.record(write(path), PARAMS), ["new or empty"]),
+  # Traces of another model than is planned.
+  (
+    of_another_table(shape=(21, 4)),
+    ["`trace`", "'t' has 21 rows in the trace and 20 in the model"],
+  ),
+  (of_another_table(name="other"), ["`trace`", "'other'", "none in the model"]),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED)
+def test_refused(tmp_path, call, words):
+  with pytest.raises((OSError, ValueError)) as error:
+    call(tmp_path / "trace")
+  names(error, *words)

@@ -9,6 +9,8 @@ import statistics
 
 import jax
 import jax.numpy as jnp
+from planned import ids
+from planned import shape
 import pytest
 
 from benchmarks import paper_models
@@ -24,10 +26,6 @@ LATENCY, BANDWIDTH, BUCKET = 1e-5, 1.25e9, 25 * 2**20
 def network(devices, bandwidth=BANDWIDTH):
   link = Link(bandwidth=bandwidth, latency_s=LATENCY)
   return Topology(axes=("host",), sizes=(devices,), links=(link,))
-
-
-def shape(*sizes):
-  return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
 
 def dense(params):
@@ -94,27 +92,22 @@ def test_tables_are_the_last_bucket_or_rows():
   def loss(params, ids):
     return jnp.sum(params["table"][ids] @ params["w"])
 
-  params = {"table": shape(500_000, 64), "w": shape(64, 1024)}
-  without = params | {"w": shape(64, 8)}
-  found = utility(
-    zenjax.value_and_grad(loss),
-    *(params, jax.ShapeDtypeStruct((2048,), jnp.int32)),
-    topology=network(8),
-    compute_seconds=0.03,
-  )
+  def ask(width):
+    return utility(
+      zenjax.value_and_grad(loss),
+      *({"table": shape(500_000, 64), "w": shape(64, width)}, ids(2048)),
+      topology=network(8),
+      compute_seconds=0.03,
+    )
+
+  found = ask(1024)
   times = seconds(found)
   # The gradient of `w` is summed before the table's is there.
   backward = 0.03 + 0.07 * ring(64 * 1024 * 4, 8)
   whole = ring(500_000 * 64 * 4, 8)
   assert times["pmean"] == pytest.approx(backward + whole)
   assert found.best.name != "pmean"
-  found_without = utility(
-    zenjax.value_and_grad(loss),
-    *(without, jax.ShapeDtypeStruct((2048,), jnp.int32)),
-    topology=network(8),
-    compute_seconds=0.03,
-  )
-  assert len(found_without.ways) == 3  # No leaf is large enough.
+  assert len(ask(8).ways) == 3  # No leaf is large enough.
   assert times["zen_sync"] < backward + whole / 5
   rows = times["zen_sync"] - backward
   small = 2 * 63 * 1024  # Each compressor sends the rows as `zen_sync` does.
@@ -187,7 +180,7 @@ def test_a_plan_has_the_same_timeline():
   # In parts it is faster than in one exchange.
   assert short.seconds < 0.95 * seconds(want)["LowBit(8)"]
   assert len({x.group for x in short.leaves[:-1]}) > 1
-  half = [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)] * 2
+  half = [shape(4096, 4096, dtype=jnp.bfloat16)] * 2
   plan = zenjax.planner.plan(
     grads, half, topology=topology, compute_seconds=0.01
   )
