@@ -206,13 +206,14 @@ def test_sparsifiers_are_compared(tmp_path):
   assert file.exists()
 
 
+_SMALL = ("--vocab=2000", *_LM, "--steps=4", "--devices=2", "--seeds", "0")
+
+
 def test_compressors_are_compared(text, tmp_path):
-  how = ("--vocab=2000", "--batch-tokens=64", "--negatives=8", "--width=16")
-  how += ("--eval-tokens=640", "--steps=4", "--devices=2", "--seeds", "0")
-  how += ("--optimizers", "sgd", "--ways", "dense", "int8", "SignVote")
-  how += ("--rates", "2")
+  how = ("--optimizers", "sgd", "--ways", "dense", "int8", "SignVote")
   file = tmp_path / "study.json"
-  out = _study(tmp_path, "compressors", *how, text, "--json", str(file))
+  how += ("--rates", "2", text, "--json", str(file))
+  out = _study(tmp_path, "compressors", *_SMALL, *how)
   (fewer,) = _numbers(r"int8 \| [\d.]+ \| ([\d.]+)x", out)
   assert 3.8 < fewer < 4
   found = json.loads(file.read_text())
@@ -220,11 +221,9 @@ def test_compressors_are_compared(text, tmp_path):
 
 
 def test_local_steps_are_compared(text, tmp_path):
-  how = ("--vocab=2000", "--batch-tokens=64", "--negatives=8", "--width=16")
-  how += ("--eval-tokens=640", "--steps=4", "--devices=2", "--seeds", "0")
   file = tmp_path / "study.json"
-  how += ("--every", "2", "--rates", "2", text, "--json", str(file))
-  out = _study(tmp_path, "local_steps", *how)
+  how = ("--every", "2", "--rates", "2", text, "--json", str(file))
+  out = _study(tmp_path, "local_steps", *_SMALL, *how)
   assert _numbers(r"(?m)2 steps in int4 .* ([\d.]+) \|$", out) == [15]
   found = json.loads(file.read_text())
   assert found["complete"] and len(found["cells"]) == 2 + 2 + 1

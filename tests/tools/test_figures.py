@@ -4,7 +4,7 @@
 results are computed again here, from the raw samples.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 import json
 import pathlib
 import re
@@ -97,6 +97,11 @@ def by_group(found: dict) -> dict[str, dict[str, dict]]:
   return groups
 
 
+def ratios(values: Iterable[float]) -> list[float]:
+  values = list(values)
+  return [x / y for x in values for y in values]
+
+
 def of_tables(found: dict) -> set[str]:
   """Milliseconds and MB of a step; times as fast, and as few bytes."""
   of = {x["name"]: x for x in found["results"] if x["times_s"]}
@@ -105,11 +110,8 @@ def of_tables(found: dict) -> set[str]:
   shown = {f"{x:,.0f}" for x in ms.values()} | {f"{x:.2f}" for x in mb.values()}
   shown |= {f"{x:,.0f} ms" for x in ms.values()}
   shown |= {f"{x:.1f} MB" for x in mb.values()}
-  for all_of in (ms, mb):
-    for x in all_of.values():
-      for y in all_of.values():
-        for ratio in (f"{x / y:.0f}", f"{x / y:.1f}"):
-          shown |= {f"{ratio} times", f"{ratio} ×"}
+  for x in [*ratios(ms.values()), *ratios(mb.values())]:
+    shown |= {f"{x:.0f} times", f"{x:.1f} times", f"{x:.0f} ×", f"{x:.1f} ×"}
   return shown
 
 
@@ -121,9 +123,8 @@ def of_network(found: dict) -> set[str]:
     cells.setdefault(run, {})[x["variant"]] = median(x)
   shown = {f"{x['compile_s']:.1f} s" for x in found["cells"]}
   for of in cells.values():
-    for x in of.values():
-      for y in of.values():
-        shown |= {f"{x / y:.2f}", f"{x / y:.2f} times", f"{x / y:.1f} times"}
+    for x in ratios(of.values()):
+      shown |= {f"{x:.2f}", f"{x:.2f} times", f"{x:.1f} times"}
   return shown
 
 

@@ -34,6 +34,16 @@ def _installed() -> importlib.metadata.Distribution:
   pytest.skip("zenjax is imported by path, it was not installed")
 
 
+def _python(code: str, **how) -> subprocess.CompletedProcess:
+  command = [sys.executable, "-c", code]
+  return subprocess.run(command, capture_output=True, text=True, **how)
+
+
+def _run(code: str) -> None:
+  done = _python(code)
+  assert done.returncode == 0, done.stderr
+
+
 def _packages_under(directory: str, package: str) -> set[str]:
   base = _ROOT / directory
   inits = base.rglob("__init__.py")
@@ -64,12 +74,7 @@ def test_every_directory_with_modules_is_a_package():
 @in_checkout
 def test_kernels_is_linked_and_does_not_pose_as_the_other_project():
   assert (_ROOT / "zenjax" / "kernels").resolve() == _ROOT / "kernels"
-  done = subprocess.run(
-    [sys.executable, "-c", "import kernels"],
-    cwd=_ROOT,
-    capture_output=True,
-    text=True,
-  )
+  done = _python("import kernels", cwd=_ROOT)
   assert done.returncode == 1
   assert "ImportError" in done.stderr and "zenjax.kernels" in done.stderr
 
@@ -107,28 +112,13 @@ def test_installs_one_package_that_needs_three():
 def test_every_module_imports():
   found = pkgutil.walk_packages(zenjax.__path__, "zenjax.")
   names = {module.name for module in found}
-  assert {
-    "zenjax._src.schemes.zen",
-    "zenjax.kernels.reference",
-  } <= names
+  assert {"zenjax._src.schemes.zen", "zenjax.kernels.reference"} <= names
   for name in names:
     importlib.import_module(name)
 
 
-def _run(code: str) -> None:
-  done = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True
-  )
-  assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize(
-  "words",
-  [
-    ["--help"],
-    ["plan", "--help"],
-    ["--versoin"],
-  ],
+  "words", [["--help"], ["plan", "--help"], ["--versoin"]]
 )
 def test_help_and_refused_options_import_neither_jax_nor_numpy(words):
   _run(f"""
