@@ -1,5 +1,6 @@
 """`zenjax.check_step` accepts right programs and finds planted errors."""
 
+import functools
 from typing import Any
 
 from flax import nnx
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
+from refusals import names
 import runners
 import steps
 from usual import usual
@@ -31,12 +33,8 @@ TABLE = {"table": True, "w": False}
 
 
 def initial():
-  table = _rng_table()
+  table = np.random.default_rng(1).normal(size=(R, D)).astype(np.float32)
   return {"table": table, "w": np.ones(D, np.float32)}
-
-
-def _rng_table():
-  return np.random.default_rng(1).normal(size=(R, D)).astype(np.float32)
 
 
 def loss(params, ids, targets):
@@ -47,38 +45,48 @@ def sync(**options):
   return zenjax.zen_sync("data", sparse=TABLE, **options)
 
 
-def mapped(mesh, tx, loss=loss, local=lambda grads: grads, apply=None):
-  """A program of `data_parallel`."""
-  apply = apply or optax.apply_updates
-
-  def step(state, ids, targets):
-    params, opt_state = state
-    value, grads = jax.value_and_grad(loss)(params, ids, targets)
-    updates, opt_state = tx.update(local(grads), opt_state, params)
-    return (apply(params, updates), opt_state), value
-
-  return of_state(jax.jit(zenjax.data_parallel(step, mesh, "data")))
-
-
-def of_state(run):
-  def step(params, opt_state, *batch):
-    (params, opt_state), value = run((params, opt_state), *batch)
-    return params, opt_state, value
-
-  return step
-
-
 def replicated(mesh, tx):
   params = jax.device_put(initial(), NamedSharding(mesh, P()))
   return params, zenjax.init_state(tx, params, mesh, "data")
 
 
-def by_data_parallel(*after, **options):
+def of_tx(
+  *parts,
+  loss=loss,
+  gradients=lambda value, grads: grads,
+  apply=optax.apply_updates,
+):
+  """A program of `data_parallel` with a chain of transformations.
+
+  Args:
+    *parts: The transformations.
+    loss: The loss of a device.
+    gradients: What a user makes of a device's loss and gradients.
+    apply: What a user makes of parameters and updates.
+  """
+  tx = optax.chain(*parts)
+
   def build(mesh):
-    tx = optax.chain(sync(**options), *(after or (optax.adam(0.1),)))
-    return mapped(mesh, tx), *replicated(mesh, tx)
+    def step(state, *batch):
+      params, opt_state = state
+      value, grads = jax.value_and_grad(loss)(params, *batch)
+      grads = gradients(value, grads)
+      updates, opt_state = tx.update(grads, opt_state, params)
+      return (apply(params, updates), opt_state), value
+
+    return in_data_parallel(step, mesh), *replicated(mesh, tx)
 
   return build
+
+
+def in_data_parallel(step, mesh):
+  run = jax.jit(zenjax.data_parallel(step, mesh, "data"))
+
+  def flat(params, opt_state, *batch):
+    (params, opt_state), value = run((params, opt_state), *batch)
+    return params, opt_state, value
+
+  return flat
 
 
 # --- right programs -----------------------------------------------------------
@@ -105,32 +113,25 @@ def by_plain_jit(mesh, shard=False):
   return step, params, opt_state
 
 
-def by_sharded_tables(mesh):
-  return by_plain_jit(mesh, shard=True)
-
-
-def by_shard_map(mesh):
+def by_shard_map(mesh, local_loss=False):
   tx = optax.chain(sync(), optax.sgd(0.1, 0.9))
 
-  @jax.shard_map(
-    mesh=mesh,
-    in_specs=(P(), P(), P("data"), P("data")),
-    out_specs=(P(), P(), P()),
-  )
-  def step(params, opt_state, ids, targets):
+  def step(params, opt_state, *batch):
     local = zenjax.unreduced(params, "data")
-    value, grads = jax.value_and_grad(loss)(local, ids, targets)
+    value, grads = jax.value_and_grad(loss)(local, *batch)
     updates, opt_state = tx.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)
-    return params, opt_state, lax.pmean(value, "data")
+    value = value if local_loss else lax.pmean(value, "data")
+    return params, opt_state, value
 
-  return jax.jit(step), *replicated(mesh, tx)
-
-
-def by_sharded_optimizer(mesh):
-  tx = zenjax.sharded_optimizer(optax.adam(0.1), "data", sparse=TABLE)
-  step = mapped(mesh, tx, apply=zenjax.apply_updates)
-  return step, *replicated(mesh, tx)
+  mapped = jax.shard_map(
+    step,
+    mesh=mesh,
+    in_specs=(P(), P(), P("data"), P("data")),
+    out_specs=P(),
+    check_vma=not local_loss,
+  )
+  return jax.jit(mapped), *replicated(mesh, tx)
 
 
 def by_train_state(mesh):
@@ -138,22 +139,17 @@ def by_train_state(mesh):
   params, opt_state = replicated(mesh, tx)
   state = TrainState(0, loss, params, tx, opt_state)
 
-  def step(state, ids, targets):
-    value, grads = jax.value_and_grad(loss)(state.params, ids, targets)
-    return state.apply_gradients(grads=grads), value
+  def step(states, *batch):
+    state, _ = states
+    value, grads = jax.value_and_grad(loss)(state.params, *batch)
+    return (state.apply_gradients(grads=grads), ()), value
 
-  run = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-  return lambda state, _, *batch: _with_none(run(state, *batch)), state, ()
-
-
-def _with_none(out):
-  return out[0], (), out[1]
+  return in_data_parallel(step, mesh), state, ()
 
 
 class Net(nnx.Module):
   def __init__(self):
-    self.table = nnx.Param(jnp.asarray(_rng_table()))
-    self.w = nnx.Param(jnp.ones(D))
+    self.table, self.w = [nnx.Param(jnp.asarray(x)) for x in initial().values()]
 
 
 def by_nnx(mesh):
@@ -162,47 +158,42 @@ def by_nnx(mesh):
   optimizer = nnx.Optimizer(net, tx, wrt=nnx.Param)
   graph, state = nnx.split((net, optimizer))
 
-  def step(state, ids, targets):
-    net, optimizer = nnx.merge(graph, state)
-    of_net = lambda net: loss({"table": net.table, "w": net.w}, ids, targets)
+  def step(states, *batch):
+    net, optimizer = nnx.merge(graph, states[0])
+    of_net = lambda net: loss({"table": net.table, "w": net.w}, *batch)
     value, grads = nnx.value_and_grad(of_net)(net)
     optimizer.update(net, grads)
-    return nnx.state((net, optimizer)), value
+    return (nnx.state((net, optimizer)), ()), value
 
-  run = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-  return lambda state, _, *batch: _with_none(run(state, *batch)), state, ()
-
-
-def by_multi_steps(mesh):
-  inner = optax.chain(sync(), optax.adam(0.1))
-  tx: Any = optax.MultiSteps(inner, 2).gradient_transformation()
-  return mapped(mesh, tx), *replicated(mesh, tx)
+  return in_data_parallel(step, mesh), state, ()
 
 
-def by_weighted_mean(mesh):
-  tx = optax.chain(sync(), optax.adam(0.1))
-
-  def padded(params, ids, targets):
-    scores = params["table"][ids] @ params["w"] - targets[:, None]
-    return zenjax.weighted_mean(scores**2, ids > 0, "data")
-
-  return mapped(mesh, tx, padded), *replicated(mesh, tx)
+def losses(params, ids, targets):
+  """Of each id, with those of padding."""
+  return (params["table"][ids] @ params["w"] - targets[:, None]) ** 2
 
 
+def weighted_mean(params, ids, targets):
+  return zenjax.weighted_mean(losses(params, ids, targets), ids > 0, "data")
+
+
+SGD = optax.sgd(0.1)
+MULTI_STEPS: Any = optax.MultiSteps(optax.chain(sync(), optax.adam(0.1)), 2)
 RIGHT: dict[str, Any] = {
   "plain jit": by_plain_jit,
   "shard_map": by_shard_map,
-  "data_parallel": by_data_parallel(),
-  "sharded_optimizer": by_sharded_optimizer,
-  "sharded tables": by_sharded_tables,
+  "data_parallel": of_tx(sync(), optax.adam(0.1)),
+  "sharded_optimizer": of_tx(
+    zenjax.sharded_optimizer(optax.adam(0.1), "data", sparse=TABLE),
+    apply=zenjax.apply_updates,
+  ),
+  "sharded tables": functools.partial(by_plain_jit, shard=True),
   "TrainState": by_train_state,
   "nnx": by_nnx,
-  "MultiSteps": by_multi_steps,
-  "apply_if_finite": by_data_parallel(optax.apply_if_finite(optax.sgd(0.1), 3)),
-  "clip after": by_data_parallel(
-    optax.clip_by_global_norm(0.1), optax.sgd(0.1)
-  ),
-  "weighted mean": by_weighted_mean,
+  "MultiSteps": of_tx(MULTI_STEPS.gradient_transformation()),
+  "apply_if_finite": of_tx(sync(), optax.apply_if_finite(SGD, 3)),
+  "clip after": of_tx(sync(), optax.clip_by_global_norm(0.1), SGD),
+  "weighted mean": of_tx(sync(), optax.adam(0.1), loss=weighted_mean),
 }
 
 
@@ -234,11 +225,11 @@ def test_an_error_in_an_earlier_program_does_not_hide_float64():
 
   with pytest.raises(RuntimeError):
     failing(params, state, *BATCH)
-  assert not checked(by_data_parallel()).notes
+  assert not checked(RIGHT["data_parallel"]).notes
 
 
 def test_wire_dtypes_need_a_tolerance():
-  build = by_data_parallel(optax.sgd(0.1), wire_dtype=jnp.bfloat16)
+  build = of_tx(sync(wire_dtype=jnp.bfloat16), SGD)
   assert not checked(build).ok
   found = checked(build, tolerance=0.02)
   assert found.ok, str(found)
@@ -247,43 +238,19 @@ def test_wire_dtypes_need_a_tolerance():
 # --- planted errors -----------------------------------------------------------
 
 
-def by_clip_before(mesh):
-  clip = optax.clip_by_global_norm(0.1)
-  tx = optax.chain(clip, sync(), optax.sgd(0.1))
-  return mapped(mesh, tx), *replicated(mesh, tx)
-
-
-def forgotten(made):
-  """The sync is forgotten, and another collective is not."""
-
-  def build(mesh):
-    tx = optax.sgd(0.1)
-
-    def step(state, ids, targets):
-      params, opt_state = state
-      value, grads = jax.value_and_grad(loss)(params, ids, targets)
-      updates, opt_state = tx.update(made(value, grads), opt_state, params)
-      return (optax.apply_updates(params, updates), opt_state), value
-
-    run = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-    return of_state(run), *replicated(mesh, tx)
-
-  return build
-
-
-def _gated(value, grads):
+def gated(value, grads):
   fine = jnp.isfinite(lax.pmean(value, "data"))
   return jax.tree.map(lambda g: jnp.where(fine, g, 0), grads)
 
 
-def _clipped(value, grads):
+def clipped(value, grads):
   norm = lax.pmean(zenjax.global_norm(grads), "data")
   return jax.tree.map(lambda g: g / jnp.maximum(1, norm), grads)
 
 
 def by_statistics(mesh):
   """A mean of one device kept as a running statistic."""
-  tx = optax.chain(sync(), optax.sgd(0.1))
+  tx = optax.chain(sync(), SGD)
 
   def step(state, ids, targets):
     (params, mean), opt_state = state
@@ -292,78 +259,65 @@ def by_statistics(mesh):
     mean = 0.9 * mean + 0.1 * targets.mean()
     return ((optax.apply_updates(params, updates), mean), opt_state), value
 
-  run = jax.jit(zenjax.data_parallel(step, mesh, "data"))
   params, opt_state = replicated(mesh, tx)
-  return of_state(run), (params, jnp.zeros(())), opt_state
+  return in_data_parallel(step, mesh), (params, jnp.zeros(())), opt_state
 
 
-def by_padded_mean(mesh):
-  tx = optax.chain(sync(), optax.sgd(0.1))
-
-  def padded(params, ids, targets):
-    scores = params["table"][ids] @ params["w"] - targets[:, None]
-    return jnp.sum(jnp.where(ids > 0, scores**2, 0)) / jnp.sum(ids > 0)
-
-  return mapped(mesh, tx, padded), *replicated(mesh, tx)
+def padded_mean(params, ids, targets):
+  """The mean over the ids of one device."""
+  every = losses(params, ids, targets)
+  return jnp.sum(jnp.where(ids > 0, every, 0)) / jnp.sum(ids > 0)
 
 
-def by_wrong_row(mesh):
+def wrong_row(value, grads):
   """The last device has one row of its gradient twice."""
-  tx = optax.chain(sync(), optax.sgd(0.01))
-
-  def local(grads):
-    times = jnp.where(lax.axis_index("data") == N - 1, 2.0, 1.0)
-    row = IDS[(N - 1) * B // N, 0]
-    table = grads["table"].at[row].multiply(times)
-    return grads | {"table": table}
-
-  return mapped(mesh, tx, local=local), *replicated(mesh, tx)
+  del value
+  times = jnp.where(lax.axis_index("data") == N - 1, 2.0, 1.0)
+  row = IDS[(N - 1) * B // N, 0]
+  return grads | {"table": grads["table"].at[row].multiply(times)}
 
 
-def by_mixed_rows(mesh):
+def mixed_rows(params, updates):
   """Each device updates a range of rows, by the norm of that range."""
-  n = mesh.devices.size
-  tx = optax.chain(sync(), optax.sgd(0.1))
-
-  def apply(params, updates):
-    at = lax.axis_index("data") * (R // n)
-    own = lax.dynamic_slice_in_dim(updates["table"], at, R // n)
-    own = own / jnp.linalg.norm(own)
-    table = lax.all_gather(own, "data", tiled=True)
-    return optax.apply_updates(params, updates | {"table": table})
-
-  return mapped(mesh, tx, apply=apply), *replicated(mesh, tx)
-
-
-def by_sum(mesh):
-  return by_data_parallel(optax.sgd(0.001), op="sum")(mesh)
-
-
-def by_local_loss(mesh):
-  tx = optax.chain(sync(), optax.sgd(0.1))
-  specs = P(), P(), P("data"), P("data")
-
-  @jax.shard_map(
-    mesh=mesh, in_specs=specs, out_specs=(P(),) * 3, check_vma=False
+  rows = R // lax.axis_size("data")
+  own = lax.dynamic_slice_in_dim(
+    updates["table"], lax.axis_index("data") * rows, rows
   )
-  def step(params, opt_state, ids, targets):
-    value, grads = jax.value_and_grad(loss)(params, ids, targets)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, value
-
-  return jax.jit(step), *replicated(mesh, tx)
+  own = own / jnp.linalg.norm(own)
+  table = lax.all_gather(own, "data", tiled=True)
+  return optax.apply_updates(params, updates | {"table": table})
 
 
+PADDED_MEAN = of_tx(sync(), SGD, loss=padded_mean)
+WRONG_ROW = of_tx(sync(), optax.sgd(0.01), gradients=wrong_row)
+SUM = of_tx(sync(op="sum"), optax.sgd(0.001))
 WRONG: dict[str, Any] = {
-  "clip before": (by_clip_before, "table", "Put only linear"),
-  "forgotten, gated": (forgotten(_gated), "table", "its copies differ"),
-  "forgotten, clipped": (forgotten(_clipped), "w", "its copies differ"),
+  "clip before": (
+    of_tx(optax.clip_by_global_norm(0.1), sync(), SGD),
+    "table",
+    "Put only linear",
+  ),
+  # The sync is forgotten, and another collective is not.
+  "forgotten, gated": (
+    of_tx(SGD, gradients=gated),
+    "table",
+    "its copies differ",
+  ),
+  "forgotten, clipped": (
+    of_tx(SGD, gradients=clipped),
+    "w",
+    "its copies differ",
+  ),
   "statistics": (by_statistics, "1", "its copies differ"),
-  "padded mean": (by_padded_mean, "loss", "`zenjax.weighted_mean`"),
-  "wrong row": (by_wrong_row, "table", f"1 of {R} rows, the first"),
-  "mixed rows": (by_mixed_rows, "table", "rows"),
-  "sum": (by_sum, "table", "summed over devices and should be averaged"),
-  "local loss": (by_local_loss, "loss", "Return the mean over all devices"),
+  "padded mean": (PADDED_MEAN, "loss", "`zenjax.weighted_mean`"),
+  "wrong row": (WRONG_ROW, "table", f"1 of {R} rows, the first"),
+  "mixed rows": (of_tx(sync(), SGD, apply=mixed_rows), "table", "rows"),
+  "sum": (SUM, "table", "summed over devices and should be averaged"),
+  "local loss": (
+    functools.partial(by_shard_map, local_loss=True),
+    "loss",
+    "Return the mean over all devices",
+  ),
 }
 
 
@@ -382,7 +336,7 @@ def test_a_wrong_row_is_found_without_float64():
   def build(mesh):
     if jax.config.jax_enable_x64:
       raise TypeError("of float32 alone")
-    return by_wrong_row(mesh)
+    return WRONG_ROW(mesh)
 
   found = checked(build)
   assert found.notes == (
@@ -399,24 +353,12 @@ def test_a_wrong_row_is_found_without_float64():
 def test_dropout_cannot_be_compared(constant):
   """Even where the loss hardly tells."""
 
-  def build(mesh):
-    tx = optax.chain(steps.pmean("data"), optax.sgd(0.1))
+  def dropped(params, ids, targets, key):
+    keep = jax.random.bernoulli(key, 0.5, ids.shape)[..., None]
+    rows = jnp.where(keep, params["table"][ids], 0).sum(1)
+    return jnp.mean((rows @ params["w"] - targets) ** 2) + constant
 
-    def step(state, ids, targets, key):
-      params, opt_state = state
-
-      def dropped(params):
-        keep = jax.random.bernoulli(key, 0.5, ids.shape)[..., None]
-        rows = jnp.where(keep, params["table"][ids], 0).sum(1)
-        return jnp.mean((rows @ params["w"] - targets) ** 2) + constant
-
-      value, grads = jax.value_and_grad(dropped)(params)
-      updates, opt_state = tx.update(grads, opt_state, params)
-      return (optax.apply_updates(params, updates), opt_state), value
-
-    run = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-    return of_state(run), *replicated(mesh, tx)
-
+  build = of_tx(steps.pmean("data"), SGD, loss=dropped)
   found = checked(build, batch=(*BATCH, jax.random.key(0)))
   assert not found.ok and not any(x.problem for x in found.leaves)
   (note,) = found.notes
@@ -425,20 +367,14 @@ def test_dropout_cannot_be_compared(constant):
 
 
 def test_of_compressors_copies_are_compared():
-  def build(mesh):
-    cast = zenjax.compress.Cast(jnp.bfloat16)
-    cast = zenjax.compress.all_reduce(cast, "data", leaves=True)
-    tx = optax.chain(cast, optax.sgd(0.1))
-    return mapped(mesh, tx), *replicated(mesh, tx)
-
-  found = checked(build)
+  cast = zenjax.compress.Cast(jnp.bfloat16)
+  cast = zenjax.compress.all_reduce(cast, "data", leaves=True)
+  found = checked(of_tx(cast, SGD))
   assert found.ok and "only copies are compared" in found.notes[0]
 
 
 def test_a_program_that_changes_nothing_is_told():
-  tx = optax.chain(steps.pmean("data"), optax.sgd(0.0))
-  build = lambda mesh: (mapped(mesh, tx), *replicated(mesh, tx))
-  found = checked(build, steps=1)
+  found = checked(of_tx(steps.pmean("data"), optax.sgd(0.0)), steps=1)
   assert any("no parameter changed" in note for note in found.notes)
   assert not found.ok
 
@@ -447,7 +383,7 @@ def test_a_row_of_nan_hides_no_other():
   """It becomes NaN on one device, too."""
 
   def build(mesh):
-    run, *state = by_sum(mesh)
+    run, *state = SUM(mesh)
 
     def step(*given):
       params, *rest = run(*given)
@@ -484,66 +420,57 @@ def test_arrays_that_are_no_examples_stay_as_they_are(position):
     batch.insert(0 if position == 0 else len(batch), weights)
     return checked(build, batch=tuple(batch))
 
-  assert of(by_data_parallel(optax.sgd(0.1))).ok
-  assert "WRONG" in str(of(by_padded_mean))
+  assert of(of_tx(sync(), SGD)).ok
+  assert "WRONG" in str(of(PADDED_MEAN))
 
 
-@pytest.mark.parametrize("options", [{"steps": 0}, {"tolerance": np.nan}])
-def test_arguments_that_check_nothing_are_refused(options):
-  with pytest.raises(ValueError, match="must be a"):
-    checked(by_sum, **options)
+def built_as(*returned):
+  return lambda: checked(lambda mesh: returned)
 
 
-@pytest.mark.parametrize(
-  ("options", "words"),
-  [
-    ({"mesh": None}, "`mesh` must be a jax.sharding.Mesh"),
-    ({"batch": "ids"}, "`batch` must hold arrays.*'ids'"),
-    ({"batch": len}, "`batch` must hold arrays"),
-  ],
-)
-def test_arguments_of_a_wrong_type_are_refused(options, words):
-  mesh, batch = (
-    options.get("mesh", runners.mesh(2)),
-    options.get("batch", BATCH),
-  )
-  with pytest.raises(TypeError, match=words):
-    zenjax.check_step(by_sum, mesh, batch)
+def other_parameters(mesh):
+  params = {"w": jnp.full(3, float(mesh.devices.size))}
+  return lambda *given: given[:2], params, ()
 
 
-REFUSED: dict[str, Any] = {
+_WRONG: Any = "ids"
+THREE = "`build(mesh)` must return three values", "def build(mesh)"
+REFUSED = {
+  "no steps": (lambda: checked(SUM, steps=0), ["must be a"]),
+  "tolerance": (lambda: checked(SUM, tolerance=np.nan), ["must be a"]),
+  "no mesh": (
+    lambda: zenjax.check_step(SUM, _WRONG, BATCH),
+    ["`mesh` must be a jax.sharding.Mesh"],
+  ),
+  "text": (
+    lambda: checked(SUM, batch=_WRONG),
+    ["`batch` must hold arrays", "'ids'"],
+  ),
+  "a function": (lambda: checked(SUM, batch=len), ["`batch` must hold arrays"]),
   "other parameters": (
-    lambda mesh: (
-      lambda *given: given[:2],
-      {"w": jnp.full(3, float(mesh.devices.size))},
-      (),
-    ),
-    ("`build`", "Leaf 'w'", "same key"),
+    lambda: checked(other_parameters),
+    ["`build`", "Leaf 'w'", "same key"],
   ),
   "one value": (
-    lambda mesh: (lambda *given: given[0], jnp.ones(3), ()),
-    ("`step` must return `(params, opt_state, ...)`",),
+    built_as(lambda *given: given[0], jnp.ones(3), ()),
+    ["`step` must return `(params, opt_state, ...)`"],
   ),
-  "one state": (
-    lambda mesh: (lambda *given: given, jnp.ones(3)),
-    ("`build(mesh)` must return three values", "def build(mesh)"),
-  ),
-  "no step": (
-    lambda mesh: (jnp.ones(3), jnp.ones(3), ()),
-    ("`build(mesh)` must return three values", "def build(mesh)"),
-  ),
+  "one state": (built_as(lambda *given: given, jnp.ones(3)), THREE),
+  "no step": (built_as(jnp.ones(3), jnp.ones(3), ()), THREE),
   "a step": (
-    lambda params, state, batch: (params, state),
-    ("`build` must take a mesh alone", "def build(mesh)"),
+    lambda: checked(lambda params, state, batch: (params, state)),
+    ["`build` must take a mesh alone", "def build(mesh)"],
   ),
-  "no function": ("build", ("`build` must be a function, got 'build'",)),
+  "no function": (
+    lambda: checked("build"),
+    ["`build` must be a function, got 'build'"],
+  ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_programs_that_are_refused(name):
-  build, words = REFUSED[name]
+def test_refused(name):
+  call, words = REFUSED[name]
   with pytest.raises((TypeError, ValueError)) as error:
-    checked(build)
-  for word in words:
-    assert word in str(error.value)
+    call()
+  names(error, *words)
