@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import compressing
 import compressor_models as models
 import jax
 import jax.numpy as jnp
@@ -284,20 +285,6 @@ def test_float64_where_everything_is(name):
   assert dtypes(before) == dtypes(after)
 
 
-@functools.lru_cache(2)
-def stepped(name, n, op):
-  """`(tx, run)`; `run(state, gradients)` is a step of `data_parallel`."""
-  row = models.ROWS[name]
-  tx = compress.all_reduce(row.compressor, "data", leaves=True, op=op)
-
-  def step(state, g):
-    update, state = tx.update(jax.tree.map(lambda x: x[0], g), state)
-    return state, update
-
-  mapped = zenjax.data_parallel(step, runners.mesh(n), "data", aux_specs="same")
-  return tx, jax.jit(mapped)
-
-
 @pytest.mark.parametrize(
   ("name", "numbers", "op"),
   [
@@ -310,9 +297,10 @@ def test_nothing_is_lost_on_other_devices(name, numbers, op):
   row, state = models.ROWS[name], None
   combine = np.mean if op == "mean" else np.sum
   sent, given = zeros(row.shapes), zeros(row.shapes)
+  tx = compress.all_reduce(row.compressor, "data", leaves=True, op=op)
   for n in numbers:
-    tx, run = stepped(name, n, op)
     mesh = runners.mesh(n)
+    run = compressing.in_data_parallel(tx, mesh)
     if state is None:
       state = zenjax.init_state(tx, zeros(row.shapes), mesh, "data")
     else:
@@ -373,38 +361,26 @@ def test_what_waits_counts_the_same_in_a_per_device_step_and_in_plain_jit(name):
   row, shape = models.ROWS[name], (256, 130)
   mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
   tx = compress.all_reduce(row.compressor, "data", leaves=True)
-  axes = P("data")
-
-  def per_device(stack, state):
-    update: Any = None
-    update, state = tx.update({"w": stack[0]}, state)
-    return update["w"], state
 
   def zeros_of_all(params, state, x):
-    loss = lambda params: jnp.mean(x @ params["w"])
-    grads = jax.grad(loss)(zenjax.unreduced(params, "data"))
-    update: Any = None
-    update, state = tx.update(grads, state, params)
-    return update["w"], state
+    grads = jax.grad(lambda w: jnp.mean(x @ w))(
+      zenjax.unreduced(params, "data")
+    )
+    return tx.update(grads, state, params)
 
   with jax.set_mesh(mesh):
-    params = jax.device_put({"w": jnp.ones(shape)}, P())
+    params = jax.device_put(jnp.ones(shape), P())
     state: Any = zenjax.init_state(tx, params, mesh, "data")
-    specs = zenjax.state_specs(state, "data")
-    mapped = jax.jit(
-      jax.shard_map(per_device, in_specs=(axes, specs), out_specs=(P(), specs))
-    )
+    per_device = compressing.in_shard_map(tx, state, mesh)
     stack = gradients(0, 4, {"w": shape})["w"]
-    given = jax.device_put(stack, axes)
-    update, state = mapped(given, state)
-    total = np.asarray(update, np.float64)
-    zeros = jax.device_put(jnp.zeros((8, shape[0])), axes)
-    update, state = jax.jit(zeros_of_all)(params, state, zeros)
-    total += np.asarray(update)
-    assert np.any(update)
-    update, state = mapped(jnp.zeros_like(given), state)
-  total += np.asarray(update)
-  total += np.asarray(state.residuals["w"].value).mean(axis=0)
+    given = jax.device_put(stack, P("data"))
+    first, state = per_device(given, state)
+    x = jax.device_put(jnp.zeros((8, shape[0])), P("data"))
+    second, state = jax.jit(zeros_of_all)(params, state, x)
+    assert np.any(second)
+    third, state = per_device(jnp.zeros_like(given), state)
+  total = np.sum([first, second, third], axis=0, dtype=np.float64)
+  total += np.asarray(state.residuals["leaf"].value).mean(axis=0)
   np.testing.assert_allclose(total, stack.mean(axis=0), rtol=1e-4, atol=1e-5)
 
 
@@ -417,18 +393,7 @@ def test_it_sends_what_it_declares(name, sizes):
   mesh = jax.sharding.Mesh(devices, axes)
   tx = compress.all_reduce(row.compressor, over(axes), leaves=True)
   params = jax.ShapeDtypeStruct((256, 130), jnp.float32)
-  state = jax.eval_shape(
-    lambda p: zenjax.init_state(tx, p, mesh, over(axes)), params
-  )
-  specs = zenjax.state_specs(state, over(axes))
-  mapped = jax.shard_map(
-    lambda g, state: tx.update(g[0], state),
-    mesh=mesh,
-    in_specs=(P(axes), specs),
-    out_specs=(P(), specs),
-  )
-  local = jax.ShapeDtypeStruct((devices.size, *params.shape), jnp.float32)
-  found = collectives(jax.jit(mapped).lower(local, state))
+  found = collectives(compressing.lowered(tx, params, mesh))
   context = Context(axes=axes, sizes=sizes, mean=True)
   declared = row.compressor.messages([params.shape], context)
   assert {x.dtype for x in found} <= {"f32", "i32", "ui32"}
@@ -442,14 +407,31 @@ def test_it_sends_what_it_declares(name, sizes):
   assert got == [(x.op, x.words) for x in declared]
 
 
+@pytest.mark.parametrize("name", ["exdyna", "micro", "top_k", "random_k"])
+def test_random_keys_are_used_once(name):
+  tx = compress.all_reduce(models.ROWS[name].compressor, "data", leaves=True)
+  params = jax.ShapeDtypeStruct((256, 130), jnp.float32)
+  with jax.debug_key_reuse(True):
+    compressing.lowered(tx, params, runners.mesh(2))
+
+
 @pytest.mark.parametrize("name", models.ROWS)
-def test_a_name_is_read_again(name):
-  compressor = models.ROWS[name].compressor
-  assert registry.named(str(compressor)) == compressor
+def test_nothing_to_compress_is_no_error(name):
+  """As by default, a bias is not compressed."""
+  tx = compress.all_reduce(models.ROWS[name].compressor, "data")
+  run: Any = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")
+  update, state = run({"b": jnp.ones((2, 5))})
+  np.testing.assert_array_equal(update["b"], 1)
+  assert state.wire_bytes[0] == 0
 
 
-def test_the_name_of_a_number_of_numpy_is_read_again():
-  compressor: Any = compress.TopK(np.float64(0.01))
+NAMED = [row.compressor for row in models.ROWS.values()]
+
+
+@pytest.mark.parametrize(
+  "compressor", [*NAMED, compress.TopK(np.float64(0.01))], ids=str
+)
+def test_a_name_is_read_again(compressor):
   assert registry.named(str(compressor)) == compressor
 
 

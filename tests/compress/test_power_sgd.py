@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import compressing
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,26 +11,27 @@ import pytest
 from zenjax import compress
 
 
+def of_rank(rank) -> Any:
+  return compress.all_reduce(compress.PowerSGD(rank), "data", leaves=True)
+
+
 def test_a_matrix_of_its_rank_is_sent_exactly():
   rng = np.random.default_rng(0)
   a, b = rng.standard_normal((40, 2)), rng.standard_normal((2, 30))
   g = np.stack([a @ b, 2 * a @ b]).astype(np.float32)
-  tx: Any = compress.all_reduce(compress.PowerSGD(2), "data", leaves=True)
-  step = lambda g: tx.update(g, tx.init(g))[0]
-  update = jax.jit(jax.vmap(step, axis_name="data"))(g)
+  update = compressing.once(of_rank(2), g)
   np.testing.assert_allclose(update[0], 1.5 * (a @ b), atol=1e-4)
 
 
 def test_zeros_stay_zeros():
-  tx: Any = compress.all_reduce(compress.PowerSGD(2), "data", leaves=True)
+  """Also in the second step, from factors of the first."""
+  tx = of_rank(2)
 
-  def two(g):
-    _, state = tx.update(g, tx.init(g))
-    return tx.update(g, state)
+  def second(g):
+    return tx.update(g, tx.update(g, tx.init(g))[1])[0]
 
-  out = jax.jit(jax.vmap(two, axis_name="data"))(np.zeros((2, 40, 30), "f4"))
-  for x in jax.tree.leaves(out[0]):
-    assert not np.asarray(x).any()
+  update = jax.jit(jax.vmap(second, axis_name="data"))(np.zeros((2, 40, 30)))
+  assert not np.any(update)
 
 
 def test_it_finds_the_matrix_again_after_zeros():
@@ -37,7 +39,7 @@ def test_it_finds_the_matrix_again_after_zeros():
   rng = np.random.default_rng(0)
   g = rng.standard_normal((2, 40, 1)) @ rng.standard_normal((2, 1, 30))
   g = np.broadcast_to(g[:1], g.shape).astype(np.float32)
-  tx: Any = compress.all_reduce(compress.PowerSGD(2), "data", leaves=True)
+  tx = of_rank(2)
 
   def steps(g):
     _, state = tx.update(jnp.zeros_like(g), tx.init(g))
@@ -54,7 +56,7 @@ def test_it_finds_the_matrix_again_after_zeros():
 def test_equal_rows_of_any_size(rank, size):
   """Columns of `P` depend on each other then."""
   rng = np.random.default_rng(0)
-  tx: Any = compress.all_reduce(compress.PowerSGD(rank), "data", leaves=True)
+  tx = of_rank(rank)
 
   def steps(g):
     first, state = tx.update(g, tx.init(g))
