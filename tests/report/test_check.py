@@ -433,44 +433,33 @@ def other_parameters(mesh):
   return lambda *given: given[:2], params, ()
 
 
+def like_a_step(params, state, batch):
+  return params, state
+
+
 _WRONG: Any = "ids"
-THREE = "`build(mesh)` must return three values", "def build(mesh)"
-REFUSED = {
-  "no steps": (lambda: checked(SUM, steps=0), ["must be a"]),
-  "tolerance": (lambda: checked(SUM, tolerance=np.nan), ["must be a"]),
-  "no mesh": (
-    lambda: zenjax.check_step(SUM, _WRONG, BATCH),
-    ["`mesh` must be a jax.sharding.Mesh"],
-  ),
-  "text": (
-    lambda: checked(SUM, batch=_WRONG),
-    ["`batch` must hold arrays", "'ids'"],
-  ),
-  "a function": (lambda: checked(SUM, batch=len), ["`batch` must hold arrays"]),
-  "other parameters": (
-    lambda: checked(other_parameters),
-    ["`build`", "Leaf 'w'", "same key"],
-  ),
-  "one value": (
+THREE, BUILD = "`build(mesh)` must return three values", "def build(mesh)"
+REFUSED = [
+  (lambda: checked(SUM, steps=0), ["`steps` must be a"]),
+  (lambda: checked(SUM, tolerance=np.nan), ["`tolerance` must be a"]),
+  (lambda: zenjax.check_step(SUM, _WRONG, BATCH), ["`mesh` must be a"]),
+  (lambda: checked(SUM, batch=_WRONG), ["`batch` must hold arrays", "'ids'"]),
+  (lambda: checked(SUM, batch=len), ["`batch` must hold arrays"]),
+  (lambda: checked("build"), ["`build` must be a function, got 'build'"]),
+  (lambda: checked(like_a_step), ["`build` must take a mesh alone", BUILD]),
+  (lambda: checked(other_parameters), ["`build`", "Leaf 'w'", "same key"]),
+  (
     built_as(lambda *given: given[0], jnp.ones(3), ()),
     ["`step` must return `(params, opt_state, ...)`"],
   ),
-  "one state": (built_as(lambda *given: given, jnp.ones(3)), THREE),
-  "no step": (built_as(jnp.ones(3), jnp.ones(3), ()), THREE),
-  "a step": (
-    lambda: checked(lambda params, state, batch: (params, state)),
-    ["`build` must take a mesh alone", "def build(mesh)"],
-  ),
-  "no function": (
-    lambda: checked("build"),
-    ["`build` must be a function, got 'build'"],
-  ),
-}
+  # One state is missing, and then the step.
+  (built_as(lambda *given: given, jnp.ones(3)), [THREE, BUILD]),
+  (built_as(jnp.ones(3), jnp.ones(3), ()), [THREE, BUILD]),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
-  call, words = REFUSED[name]
+@pytest.mark.parametrize(("call", "words"), REFUSED)
+def test_refused(call, words):
   with pytest.raises((TypeError, ValueError)) as error:
     call()
   names(error, *words)
