@@ -23,7 +23,7 @@ def rows_of_all(params: Any, ids: Any) -> Any:
 
 
 def plan_of_tables(
-  tables: Mapping[str, tuple[int, int]],
+  tables: Mapping[str, tuple[int, ...]],
   look_ups: int,
   *,
   grad: Any = zenjax.value_and_grad,

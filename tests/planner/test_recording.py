@@ -216,8 +216,9 @@ def broken_step(**arrays):
 
   def call(path):
     file = write(path) / "step-000001.npz"
-    if arrays:
-      np.savez(file, **{k: np.uint32(rows) for k, rows in arrays.items()})
+    given: Any = {k: np.array(rows, np.uint32) for k, rows in arrays.items()}
+    if given:
+      np.savez(file, **given)
     else:
       file.write_bytes(file.read_bytes()[:-20])
     traces.read(path)
