@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from typing import Any
 
 import cases
@@ -155,64 +156,75 @@ def test_a_leaf_that_is_always_dense_becomes_dense(trainer):
   assert zenjax.tune(trainer.state) is trainer.state
 
 
+def of_rows(mesh):
+  sync = zenjax.zen_sync("data", mesh=mesh)
+  return optax.chain(sync, zenjax.lazy_rows(optax.adagrad(0.1)))
+
+
+def check_losses(step, first, batches, tune=zenjax.tune) -> Any:
+  """Compares steps that are tuned after the third with steps that are not.
+
+  Args:
+    step: `(state, batch) -> (state, loss)`.
+    first: Makes a state, which each step may change.
+    batches: One for each step.
+    tune: How a user tunes the state.
+
+  Returns:
+    The last state of the steps that are tuned.
+  """
+  every, state = [], None
+  for change in (lambda state: state, tune):
+    state, losses = first(), []
+    for number, batch in enumerate(batches):
+      with steps.compilations() as programs:
+        state, loss = step(state, batch)
+      losses.append(float(loss))
+      # A change is followed by one compilation.
+      assert number < 3 or len(programs) == (number == 3 and change is tune)
+      state = change(state) if number == 2 else state
+    every.append(losses)
+  np.testing.assert_allclose(*every, rtol=1e-5)
+  return state
+
+
 def test_row_gradients_of_most_rows_become_dense():
   mesh = runners.mesh(N)
   lies = NamedSharding(mesh, P("data"))
 
   tx = of_rows(mesh)
 
-  @functools.partial(jax.jit, donate_argnums=(0, 1))
-  def step(table, state, ids):
+  @functools.partial(jax.jit, donate_argnums=0)
+  def step(state, ids):
+    table, opt_state = state
     loss = lambda table: jnp.mean(table[ids] ** 2)
     value, grads = zenjax.value_and_grad(loss)(table)
-    updates, state = tx.update(grads, state, table)
-    return value, zenjax.apply_updates(table, updates), state
+    updates, opt_state = tx.update(grads, opt_state, table)
+    return (zenjax.apply_updates(table, updates), opt_state), value
 
-  def losses_of(tune):
+  def first():
     table = jax.device_put(jnp.ones((2_000, WIDTH)), NamedSharding(mesh, P()))
-    state, losses = tx.init(table), []
-    for seed in range(4):
-      ids = np.random.default_rng(seed).integers(0, 2_000, 16_000)
-      value, table, state = step(table, state, jax.device_put(ids, lies))
-      losses.append(float(value))
-      state = tune(state) if seed == 1 else state
-    return losses, tuned(state)
+    return table, tx.init(table)
 
-  got, plan = losses_of(zenjax.tune)
-  assert plan["leaf"].scheme == "dense"
-  np.testing.assert_allclose(got, losses_of(unchanged)[0], rtol=1e-5)
-
-
-def test_a_scheme_that_you_chose_stays():
-  """Also for rows that would cost less as an array, and when tuned again."""
-  tx: Any = zen(sparse=True, scheme="flat")
-  rng = np.random.default_rng(0)
-  ids = np.stack([rng.permutation(4_000)[:2_200] for _ in range(N)])
-  values = jnp.ones((2_200, WIDTH))
-
-  def update(ids, state):
-    return tx.update(zenjax.SparseRows(ids, values, 4_000), state)[1]
-
-  state, sent = tx.init(jnp.zeros((4_000, WIDTH))), []
-  step = jax.jit(jax.vmap(update, in_axes=(0, None), axis_name="data"))
-  for _ in range(3):
-    state = step(jnp.asarray(ids, jnp.int32), state)
-    state = zenjax.tune(jax.tree.map(lambda x: x[0], state))
-    sent.append(zenjax.stats(state)["leaf"]["wire_bytes"])
-    assert tuned(state)["leaf"].scheme == "flat"
-  assert sent[0] > sent[1] == sent[2]
+  ids = [np.random.default_rng(i).integers(0, 2_000, 16_000) for i in range(6)]
+  state = check_losses(step, first, [jax.device_put(x, lies) for x in ids])
+  assert tuned(state)["leaf"].scheme == "dense"
 
 
 def drawn(rng, distinct, look_ups, num_rows=ROWS):
   """Row gradients of N devices, each with so many different rows."""
   ids = np.minimum(np.arange(look_ups), distinct - 1)
   ids = np.stack([rng.permutation(num_rows)[ids] for _ in range(N)])
-  values = np.ones((N, look_ups, WIDTH), np.float32)
+  return rows_of(ids, num_rows)
+
+
+def rows_of(ids, num_rows=ROWS):
+  """Row gradients of ones, of each device."""
   rows = lambda ids, values: zenjax.SparseRows(ids, values, num_rows)
-  return jax.vmap(rows)(ids, values)
+  return jax.vmap(rows)(ids, np.ones((*ids.shape, WIDTH), np.float32))
 
 
-def step_of(tx):
+def step_of(tx) -> Any:
   """A step of `tx` on all devices that returns the new state."""
 
   @jax.jit
@@ -224,12 +236,24 @@ def step_of(tx):
   return step
 
 
+def test_a_scheme_that_you_chose_stays():
+  """Also for rows that would cost less as an array, and when tuned again."""
+  tx = zen(sparse=True, scheme="flat")
+  rows = drawn(np.random.default_rng(0), 2_200, 2_200, 4_000)
+  state, step, sent = tx.init(jnp.zeros((4_000, WIDTH))), step_of(tx), []
+  for _ in range(3):
+    state = zenjax.tune(step(state, rows))
+    sent.append(zenjax.stats(state)["leaf"]["wire_bytes"])
+    assert tuned(state)["leaf"].scheme == "flat"
+  assert sent[0] > sent[1] == sent[2]
+
+
 def test_tables_of_one_exchange_are_tuned_together():
   """However differently the steps divide their rows between the tables."""
   tx, rng = zen(), np.random.default_rng(0)
-  rows_of, step = functools.partial(drawn, rng), step_of(tx)
+  rows, step = functools.partial(drawn, rng), step_of(tx)
   batches = [
-    {"a": rows_of(a, 1200), "b": rows_of(1000 - a, 700), "c": rows_of(2, 20)}
+    {"a": rows(a, 1200), "b": rows(1000 - a, 700), "c": rows(2, 20)}
     for a in (300, 400, 500, 600, 700)
   ]
   before = tx.init({name: jnp.zeros((ROWS, WIDTH)) for name in "abc"})
@@ -258,11 +282,9 @@ def test_between_two_devices_rows_have_no_owners():
 )
 def test_one_round_follows_over_two_levels(scheme, rows):
   """Also if hosts have other rows: a machine has half of the union."""
-  axes = ("host", "device")
-  devices = np.array(jax.devices()[:N]).reshape(2, 2)
-  tx = zenjax.zen_sync(axes, scheme=scheme)
-  mesh = jax.sharding.Mesh(devices, axes)
-  trainer = steps.Trainer(tx, PARAMS, mesh, axes)
+  mesh = pods(2, 2)
+  tx = zenjax.zen_sync(mesh.axis_names, scheme=scheme)
+  trainer = steps.Trainer(tx, PARAMS, mesh, mesh.axis_names)
   for seed in range(2):
     trainer(stack_of(seed, rows))
   found = zenjax.stats(trainer.state)["t"]
@@ -371,18 +393,9 @@ def test_what_other_devices_have_counted_is_forgotten(trainer):
   assert told == "zen_sync: no step was taken on 2 devices yet."
 
 
-def batch_of(seed, mesh):
-  ids = np.random.default_rng(seed).zipf(1.2, 4096) % ROWS
+def batches(mesh):
+  ids = [np.random.default_rng(i).zipf(1.2, 4096) % ROWS for i in range(6)]
   return jax.device_put(ids, NamedSharding(mesh, P("data")))
-
-
-def of_rows(mesh):
-  sync = zenjax.zen_sync("data", mesh=mesh)
-  return optax.chain(sync, zenjax.lazy_rows(optax.adagrad(0.1)))
-
-
-def unchanged(state):
-  return state
 
 
 class Model(nn.Module):
@@ -404,22 +417,9 @@ def test_a_train_state():
     loss, grads = zenjax.value_and_grad(loss_fn)(state.params)
     return state.apply_gradients(grads=grads), loss
 
-  def losses_of(tune):
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-    state = jax.device_put(state, NamedSharding(mesh, P()))
-    losses, compiled = [], []
-    for seed in range(6):
-      with steps.compilations() as programs:
-        state, loss = step(state, batch_of(seed, mesh))
-      losses.append(float(loss))
-      compiled.append(len(programs))
-      if seed == 2:
-        state = tune(state)
-    return losses, compiled[3:]
-
-  got, compiled = losses_of(zenjax.tune)
-  assert compiled == [1, 0, 0]
-  np.testing.assert_allclose(got, losses_of(unchanged)[0], rtol=1e-5)
+  state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+  state = jax.device_put(state, NamedSharding(mesh, P()))
+  check_losses(step, lambda: state, batches(mesh))
   plain = optax.adagrad(0.1).init(params)
   with pytest.warns(UserWarning, match="holds no state that it can tune"):
     assert zenjax.tune(plain) is plain
@@ -441,23 +441,22 @@ def test_an_nnx_optimizer():
   tx = of_rows(mesh)
 
   @nnx.jit
-  def step(model, optimizer, ids):
+  def train(model, optimizer, ids):
     loss, grads = zenjax.value_and_grad(Net.loss)(model, ids)
     optimizer.update(model, grads)
     return loss
 
-  def losses_of(tune):
-    model = Net(nnx.Rngs(0))
-    optimizer, losses = nnx.Optimizer(model, tx, wrt=nnx.Param), []
-    for seed in range(6):
-      losses.append(float(step(model, optimizer, batch_of(seed, mesh))))
-      if seed == 2:
-        optimizer = tune(optimizer)
-    return losses, tuned(optimizer.opt_state)
+  def step(state, ids):
+    model, optimizer = state
+    return state, train(model, optimizer, ids)
 
-  got, plan = losses_of(zenjax.tune)
-  np.testing.assert_allclose(got, losses_of(unchanged)[0], rtol=1e-5)
-  assert set(plan) == {"embed.embedding"}
+  def first():
+    model = Net(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+  tune = lambda state: (state[0], zenjax.tune(state[1]))
+  _, optimizer = check_losses(step, first, batches(mesh), tune)
+  assert set(tuned(optimizer.opt_state)) == {"embed.embedding"}
 
 
 def test_owners_keep_their_state():
@@ -488,28 +487,42 @@ def test_a_table_that_leaves_an_exchange_takes_its_part_along():
   assert zenjax.stats(state)["large"]["rounds"] == 1
 
 
-def test_copies_of_a_sharded_table_are_tuned_for_one_round():
-  """Copies exchange their unions, whose buffer needs a size of its own."""
-  devices = np.array(jax.devices()[:8]).reshape(2, 4)
-  mesh = jax.sharding.Mesh(devices, ("pod", "chip"))
-  loss = lambda params, ids: (params["t"][ids].sum(1) ** 2).mean()
-  tx = zenjax.sharded_optimizer(optax.adagrad(0.1), mesh.axis_names, mesh=mesh)
-  params = zenjax.tables.shard(
-    {"t": jnp.ones((12_000, 16))}, mesh, "chip", replicas="pod"
-  )
+def sharded(tables, loss, mesh, optimizer, **options) -> Any:
+  """The first state of sharded tables, and `(state, *ids) -> state`."""
+  *_, axis = mesh.axis_names
+  tx = zenjax.sharded_optimizer(optimizer, mesh.axis_names, mesh=mesh)
+  tables = zenjax.tables.shard(tables, mesh, axis, **options)
 
   @jax.jit
-  def step(state, ids):
-    params, opt_state = state
-    _, grads = zenjax.value_and_grad(loss)(params, ids)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
+  def step(state, *ids):
+    tables, opt_state = state
+    _, grads = zenjax.value_and_grad(loss)(tables, *ids)
+    updates, opt_state = tx.update(grads, opt_state, tables)
+    return optax.apply_updates(tables, updates), opt_state
 
-  state, sent = (params, tx.init(params)), []
+  split = NamedSharding(mesh, P(mesh.axis_names))
+  run = lambda state, *ids: step(state, *jax.device_put(ids, split))
+  return (tables, tx.init(tables)), run
+
+
+def pods(*sizes):
+  devices = np.reshape(jax.devices()[: math.prod(sizes)], sizes)
+  return jax.sharding.Mesh(devices, ("pod", "chip"))
+
+
+def test_copies_of_a_sharded_table_are_tuned_for_one_round():
+  """Copies exchange their unions, whose buffer needs a size of its own."""
+  state, step = sharded(
+    {"t": jnp.ones((12_000, 16))},
+    lambda tables, ids: (tables["t"][ids].sum(1) ** 2).mean(),
+    pods(2, 4),
+    optax.adagrad(0.1),
+    replicas="pod",
+  )
+  sent = []
   for i in range(12):
     ids = np.random.default_rng(i).zipf(1.1, (256, 30)) % 12_000
-    split = NamedSharding(mesh, P(mesh.axis_names))
-    state = step(state, jax.device_put(ids.astype(np.int32), split))
+    state = step(state, ids.astype(np.int32))
     sent.append(zenjax.stats(state)["t"])
     state = zenjax.tune(state) if i == 5 else state
   assert sent[5]["rounds"] > 1 and sent[-1]["rounds"] == 1
@@ -517,51 +530,32 @@ def test_copies_of_a_sharded_table_are_tuned_for_one_round():
   assert zenjax.tune(state) is state
 
 
-@pytest.mark.parametrize("scheme", ["zen", "all_gather"])
-def test_needs_of_another_scheme_are_forgotten(scheme):
-  """Rows for an owner, and rows for all devices, are different numbers."""
-  tx: Any = zen(sparse=True, scheme=scheme)
-  ids = np.arange(2_000)
-  ids = jnp.stack([jnp.asarray(ids), jnp.asarray(ids) + 900])
-  values = jnp.ones((2, 2_000, WIDTH))
-  link = zenjax.planner.Link(bandwidth=1e8, latency_s=1e-6)
-
-  def update(state, ids, values):
-    rows = zenjax.SparseRows(ids, values, ROWS)
-    return tx.update(rows, state)[1]
-
-  step = jax.jit(jax.vmap(update, in_axes=(None, 0, 0), axis_name="data"))
-  state, rounds = tx.init(jnp.zeros((ROWS, WIDTH))), []
-  for i in range(12):
-    state = jax.tree.map(lambda x: x[0], step(state, ids, values))
-    rounds.append(zenjax.stats(state)["leaf"]["rounds"])
-    if i in (5, 7, 9):
-      state = zenjax.tune(state, link=link if i == 9 else None)
-  assert rounds[5] > 1 and rounds[6:] == [1] * 6
+def test_one_owner_with_copies_is_tuned_once():
+  state, step = sharded(
+    {"t": jnp.ones((20_000, 8))},
+    lambda tables, ids: tables["t"][ids].sum(),
+    pods(4, 1),
+    optax.sgd(0.1),
+    replicas="pod",
+  )
+  for i in range(8):
+    state = step(state, np.random.default_rng(i % 4).zipf(1.2, 8_000) % 20_000)
+    state = zenjax.tune(state) if i == 3 else state
   assert zenjax.tune(state) is state
-  assert scheme == "zen" or tuned(state)["leaf"].scheme == scheme
+  assert "would change" not in zenjax.report(state)
 
 
 def test_a_table_takes_no_size_of_another_whose_name_ends_its_own():
-  mesh = jax.sharding.Mesh(jax.devices()[:4], ("data",))
-  tx = zenjax.sharded_optimizer(optax.sgd(0.1), "data", mesh=mesh)
   table = jnp.ones((40_000, 16))
-  params = zenjax.tables.shard({"t": table, "emb": {"t": table}}, mesh, "data")
-
-  def loss(params, few, many):
-    return params["t"][few].sum() + params["emb"]["t"][many].sum()
-
-  @jax.jit
-  def step(state, *ids):
-    _, grads = zenjax.value_and_grad(loss)(state[0], *ids)
-    updates, opt_state = tx.update(grads, state[1], state[0])
-    return optax.apply_updates(state[0], updates), opt_state
-
-  split = NamedSharding(mesh, P("data"))
-  draw = lambda seed, n: jax.device_put(
-    np.random.default_rng(seed).integers(0, n, 8_000), split
+  state, step = sharded(
+    {"t": table, "emb": {"t": table}},
+    lambda tables, few, many: (
+      tables["t"][few].sum() + tables["emb"]["t"][many].sum()
+    ),
+    runners.mesh(4),
+    optax.sgd(0.1),
   )
-  state = params, tx.init(params)
+  draw = lambda seed, n: np.random.default_rng(seed).integers(0, n, 8_000)
   sizes = []
   for few in (200, 2_000):  # Only the first table needs more later.
     for seed in range(3):
@@ -573,26 +567,19 @@ def test_a_table_takes_no_size_of_another_whose_name_ends_its_own():
   assert zenjax.tune(state) is state
 
 
-def test_one_owner_with_copies_is_tuned_once():
-  devices = np.array(jax.devices()[:4]).reshape(4, 1)
-  mesh = jax.sharding.Mesh(devices, ("pod", "chip"))
-  tx = zenjax.sharded_optimizer(optax.sgd(0.1), mesh.axis_names, mesh=mesh)
-  params = zenjax.tables.shard(
-    {"t": jnp.ones((20_000, 8))}, mesh, "chip", replicas="pod"
-  )
-  loss = lambda params, ids: params["t"][ids].sum()
-
-  @jax.jit
-  def step(state, ids):
-    _, grads = zenjax.value_and_grad(loss)(state[0], ids)
-    updates, opt_state = tx.update(grads, state[1], state[0])
-    return optax.apply_updates(state[0], updates), opt_state
-
-  state = params, tx.init(params)
-  split = NamedSharding(mesh, P(mesh.axis_names))
-  for i in range(8):
-    ids = np.random.default_rng(i % 4).zipf(1.2, 8_000) % 20_000
-    state = step(state, jax.device_put(ids, split))
-    state = zenjax.tune(state) if i == 3 else state
+@pytest.mark.parametrize("scheme", ["zen", "all_gather"])
+def test_needs_of_another_scheme_are_forgotten(scheme):
+  """Rows for an owner, and rows for all devices, are different numbers."""
+  tx: Any = zen(sparse=True, scheme=scheme)
+  ids = np.arange(2_000, dtype=np.int32)
+  rows = rows_of(np.stack([ids, ids + 900]))
+  link = zenjax.planner.Link(bandwidth=1e8, latency_s=1e-6)
+  state, step, rounds = tx.init(jnp.zeros((ROWS, WIDTH))), step_of(tx), []
+  for i in range(12):
+    state = step(state, rows)
+    rounds.append(zenjax.stats(state)["leaf"]["rounds"])
+    if i in (5, 7, 9):
+      state = zenjax.tune(state, link=link if i == 9 else None)
+  assert rounds[5] > 1 and rounds[6:] == [1] * 6
   assert zenjax.tune(state) is state
-  assert "would change" not in zenjax.report(state)
+  assert scheme == "zen" or tuned(state)["leaf"].scheme == scheme
