@@ -12,6 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import sharded_steps
+from sharded_steps import close
+from sharded_steps import is_table
+from sharded_steps import split
+from sharded_steps import step_of
+from sharded_steps import trained
+from sharded_steps import value_and_arrays
 from usual import usual
 
 import zenjax
@@ -19,13 +26,9 @@ import zenjax
 T, R, D, B = 3, 205, 4, 16
 
 
-def _mesh(*shape: int) -> jax.sharding.Mesh:
-  return jax.make_mesh(
-    shape,
-    ("pod", "data")[-len(shape) :],
-    devices=jax.devices()[: math.prod(shape)],
-    axis_types=(jax.sharding.AxisType.Auto,) * len(shape),
-  )
+def _mesh(*shape: int, kinds: str = "") -> jax.sharding.Mesh:
+  names = ("pod", "data")[-len(shape) :]
+  return sharded_steps.mesh_of(*shape, names=names, kinds=kinds)
 
 
 def _stack(*shape: int, seed: int = 0) -> np.ndarray:
@@ -45,11 +48,6 @@ def _shard(params: Any, mesh: Any) -> Any:
     tables=lambda name, _: name.startswith("t"),
     replicas="pod" if len(mesh.shape) > 1 else None,
   )
-
-
-def _split(batch: Any, mesh: Any) -> Any:
-  lie = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
-  return jax.device_put(batch, lie)
 
 
 def _ids(kind: str) -> np.ndarray:
@@ -125,18 +123,10 @@ def test_losses_and_gradients_are_those_of_whole_stacks(name):
   loss = functools.partial(_loss, LOOK_UPS[name])
   batch = _ids("beyond"), np.arange(B, dtype=np.float32) / B
   want, grads = jax.jit(jax.value_and_grad(loss))(params, *batch)
-
-  @jax.jit
-  def run(*args):
-    got, found = zenjax.value_and_grad(loss)(*args)
-    assert found["t"].shape == (T, R, D)
-    dense = found["t"].value.to_dense().reshape(T, R, D)
-    return got, found | {"t": dense}
-
-  got, found = run(_shard(params, mesh), *_split(batch, mesh))
+  run = jax.jit(value_and_arrays(loss))
+  got, found = run(_shard(params, mesh), *split(batch, mesh))
   np.testing.assert_allclose(got, want, rtol=1e-6)
-  np.testing.assert_allclose(found["t"], grads["t"], rtol=2e-5, atol=1e-6)
-  np.testing.assert_allclose(found["w"], grads["w"], rtol=1e-5, atol=1e-6)
+  close(found, grads, rtol=2e-5)
 
 
 OPTIMIZERS = dict(adagrad=optax.adagrad(0.05), adam=optax.adam(0.01))
@@ -146,24 +136,6 @@ def _batches(kind: str, count: int = 6):
   rng, ids = np.random.default_rng(0), _ids(kind)
   for _ in range(count):
     yield rng.permuted(ids, axis=0), rng.normal(size=B).astype(np.float32)
-
-
-def _step(tx, loss_fn, **how):
-  def step(state, ids, y):
-    params, opt_state = state
-    loss, grads = zenjax.value_and_grad(loss_fn, **how)(params, ids, y)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return (zenjax.apply_updates(params, updates), opt_state), loss
-
-  return step
-
-
-def _trained(step, state, batches, mesh=None):
-  losses = []
-  for batch in batches:
-    state, loss = step(state, *(_split(batch, mesh) if mesh else batch))
-    losses.append(float(loss))
-  return state, losses
 
 
 @functools.cache
@@ -177,10 +149,10 @@ def _whole_run(optimizer: str, kind: str):
   tx = zenjax.lazy_rows(OPTIMIZERS[optimizer])
   loss = functools.partial(_loss, look)
   tables = {"t": [True] * T, "w": False}
-  step = jax.jit(_step(tx, loss, tables=tables))
+  step = jax.jit(step_of(tx, loss, tables=tables))
   state = jax.tree.map(jnp.asarray, params), tx.init(params)
-  (params, _), losses = _trained(step, state, _batches(kind))
-  return np.stack(params["t"]), params["w"], losses
+  (params, _), losses = trained(step, state, _batches(kind))
+  return params | {"t": np.stack(params["t"])}, losses
 
 
 def test_steps_are_those_of_tables_in_leaves_of_their_own(as_optax_computes):
@@ -188,29 +160,21 @@ def test_steps_are_those_of_tables_in_leaves_of_their_own(as_optax_computes):
   tx = zenjax.sharded_optimizer(OPTIMIZERS["adam"], mesh.axis_names, mesh=mesh)
   params = _shard(_params(), mesh)
   loss = functools.partial(_loss, LOOK_UPS["mapped"])
-  step, batches = jax.jit(_step(tx, loss)), list(_batches(kind))
-  state = params, tx.init(params)
-  (got, _), losses = _trained(step, state, batches, mesh)
-  stack, w, whole_losses = _whole_run("adam", kind)
+  step = jax.jit(step_of(tx, loss))
+  batches = [split(batch, mesh) for batch in _batches(kind)]
+  (got, _), losses = trained(step, (params, tx.init(params)), batches)
+  want, whole_losses = _whole_run("adam", kind)
   np.testing.assert_allclose(losses, whole_losses, rtol=1e-5)
-  got = zenjax.tables.unshard(got)
-  assert got["t"].shape == (T, R, D)
-  np.testing.assert_allclose(got["t"], stack, rtol=1e-5, atol=1e-6)
-  np.testing.assert_allclose(got["w"], w, rtol=1e-5, atol=1e-6)
-  (again, _), _ = _trained(step, state, batches, mesh)
-  again = zenjax.tables.unshard(again)
-  for leaf in got:  # Two runs have the same bits.
-    np.testing.assert_array_equal(got[leaf], again[leaf])
+  close(zenjax.tables.unshard(got), want)
+  (again, _), _ = trained(step, (params, tx.init(params)), batches)
+  jax.tree.map(np.testing.assert_array_equal, again, got)
 
 
 @pytest.mark.parametrize("way", usual(["explicit", "check_vma"], "explicit"))
 def test_on_explicit_axes_and_inside_shard_map(way, as_optax_computes):
-  kind = jax.sharding.AxisType
-  of = kind.Explicit if way == "explicit" else kind.Auto
-  mesh = jax.make_mesh(
-    (4,), ("data",), devices=jax.devices()[:4], axis_types=(of,)
-  )
-  lie = jax.P("data") if way == "explicit" else None
+  explicit = way == "explicit"
+  mesh = _mesh(4, kinds="e" if explicit else "a")
+  lie = jax.P("data") if explicit else None
 
   def look(stack, ids):
     """The same rows at once and table by table."""
@@ -220,42 +184,20 @@ def test_on_explicit_axes_and_inside_shard_map(way, as_optax_computes):
     return 0.5 * paired + 0.5 * scanned
 
   loss = functools.partial(_loss, look)
-  tx = zenjax.sharded_optimizer(OPTIMIZERS["adagrad"], "data", mesh=mesh)
-  step = _step(tx, loss)
+  around = mesh if explicit else None
+  tx = zenjax.sharded_optimizer(OPTIMIZERS["adagrad"], "data", mesh=around)
   with jax.set_mesh(mesh):
     params = _shard(_params(), mesh)
     state = params, zenjax.init_state(tx, params, mesh, "data")
-  if way == "check_vma":
-    tx = zenjax.sharded_optimizer(OPTIMIZERS["adagrad"], "data")
-    specs = zenjax.state_specs(state, "data")
-
-    def local(state, ids, y):
-      params, opt_state = state
-      own = zenjax.unreduced(params, "data")
-      loss_, grads = zenjax.value_and_grad(
-        functools.partial(_loss, _scanned_plainly)
-      )(own, ids, y)
-      updates, opt_state = tx.update(grads, opt_state, params)
-      params = zenjax.apply_updates(params, updates)
-      return (params, opt_state), lax.pmean(loss_, "data")
-
-    step = jax.shard_map(
-      local,
-      mesh=mesh,
-      in_specs=(specs, jax.P("data"), jax.P("data")),
-      out_specs=(specs, jax.P()),
-    )
-  with jax.set_mesh(mesh):
-    (got, _), losses = _trained(jax.jit(step), state, _batches("usual"), mesh)
+    step = step_of(tx, loss)
+    if not explicit:
+      step = sharded_steps.in_shard_map(tx, loss, state, mesh, "data", True)
+    batches = [split(batch, mesh) for batch in _batches("usual")]
+    (got, _), losses = trained(jax.jit(step), state, batches)
     got = zenjax.tables.unshard(got)
-  stack, _, whole_losses = _whole_run("adagrad", "usual")
+  want, whole_losses = _whole_run("adagrad", "usual")
   np.testing.assert_allclose(losses, whole_losses, rtol=1e-5)
-  np.testing.assert_allclose(got["t"], stack, rtol=1e-5, atol=1e-6)
-
-
-def _scanned_plainly(stack, ids):
-  turn = lambda carry, x: (carry, x[0][x[1]])
-  return lax.scan(turn, 0, (stack, ids.T))[1].swapaxes(0, 1)
+  close(got, want)
 
 
 @pytest.mark.parametrize(("n", "tables"), [(3, 2), (8, 3), (8, 8)])
@@ -288,21 +230,20 @@ def test_look_ups_alone_and_ids_ahead_of_their_step(name):
   mesh, params = _mesh(4), _params()
   loss = functools.partial(_loss, LOOK_UPS[name])
   batch = _ids("beyond"), np.zeros(B, np.float32)
-  split, sharded = _split(batch, mesh), _shard(params, mesh)
-  ahead = jax.jit(zenjax.tables.prefetch(loss))(sharded, *split)
+  parts, sharded = split(batch, mesh), _shard(params, mesh)
+  ahead = jax.jit(zenjax.tables.prefetch(loss))(sharded, *parts)
   want, grads = jax.jit(jax.value_and_grad(loss))(params, *batch)
-  got = jax.jit(zenjax.tables.apply(loss))(sharded, *split)
+  got = jax.jit(zenjax.tables.apply(loss))(sharded, *parts)
   np.testing.assert_allclose(got, want, rtol=1e-6)
 
   @jax.jit
   def after(ahead, *args):
-    value, grads = zenjax.value_and_grad(loss, prefetched=ahead)(*args)
-    return value, grads["t"].value.to_dense().reshape(T, R, D)
+    return value_and_arrays(loss)(*args, prefetched=ahead)
 
-  got, found = after(ahead, sharded, *split)
+  got, found = after(ahead, sharded, *parts)
   np.testing.assert_allclose(got, want, rtol=1e-6)
-  np.testing.assert_allclose(found, grads["t"], rtol=1e-5, atol=1e-6)
-  other = _split(((batch[0] + 1) % R, batch[1]), mesh)
+  close(found, grads)
+  other = split(((batch[0] + 1) % R, batch[1]), mesh)
   assert np.isnan(after(ahead, sharded, *other)[0])
   if name == "mapped":  # The same where ids are placed on no device.
     ahead = jax.jit(zenjax.tables.prefetch(loss))(sharded, *batch)
@@ -371,24 +312,15 @@ def test_layers_of_flax_with_a_table_each(wrap, as_optax_computes):
   mesh = _mesh(4)
   params, apply = _of_flax(wrap)
   loss = lambda p, ids: jnp.mean(jnp.tanh(apply(p, ids)) ** 2)
-  is_table = lambda name, _: "embedding" in name
-  sharded = zenjax.tables.shard(params, mesh, "data", tables=is_table)
+  tables = lambda name, _: "embedding" in name
+  sharded = zenjax.tables.shard(params, mesh, "data", tables=tables)
+  nodes = jax.tree.leaves(sharded, is_leaf=is_table)
+  assert sum(map(is_table, nodes)) == 1
   ids = _ids("usual")
   want, grads = jax.jit(jax.value_and_grad(loss))(params, ids)
-  is_node = lambda x: isinstance(x, zenjax.tables.ShardedTable)
-
-  @jax.jit
-  def run(*args):
-    got, found = zenjax.value_and_grad(loss)(*args)
-    nodes = jax.tree.leaves(found, is_leaf=is_node)
-    assert sum(map(is_node, nodes)) == 1
-    dense = lambda x: x.value.to_dense().reshape(x.shape)
-    return got, [dense(x) if is_node(x) else x for x in nodes]
-
-  got, found = run(sharded, _split(ids, mesh))
+  got, found = jax.jit(value_and_arrays(loss))(sharded, split(ids, mesh))
   np.testing.assert_allclose(got, want, rtol=1e-6)
-  for x, y in zip(found, jax.tree.leaves(grads), strict=True):
-    np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+  close(found, grads, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", usual(["mapped", "scanned"], "scanned"))
@@ -397,13 +329,11 @@ def test_no_device_has_a_whole_stack_nor_a_whole_table(name):
   rows = 6007  # No other dimension is that large.
   params = {"t": _stack(T, rows, D), "w": np.ones(D, np.float32)}
   params = _shard(params, mesh)
-  batch = _split((np.zeros((B, T), np.int32), np.ones(B, np.float32)), mesh)
+  batch = split((np.zeros((B, T), np.int32), np.ones(B, np.float32)), mesh)
   loss = functools.partial(_loss, LOOK_UPS[name])
-  step, state = (
-    jax.jit(_step(tx, loss), donate_argnums=0),
-    (params, tx.init(params)),
-  )
-  text = step.lower(state, *batch).compile().as_text() or ""
+  step = jax.jit(step_of(tx, loss), donate_argnums=0)
+  lowered = step.lower((params, tx.init(params)), *batch)
+  text = lowered.compile().as_text() or ""
   slots = params["t"].layout.slots
   assert f"f32[{slots},{D}]" in text
   for size in (rows, T * rows, 4 * slots):
@@ -413,7 +343,7 @@ def test_no_device_has_a_whole_stack_nor_a_whole_table(name):
 def test_what_stacks_do_not_take_is_refused():
   mesh = _mesh(2)
   params = _shard(_params(), mesh)
-  ids = _split(_ids("usual"), mesh)
+  ids = split(_ids("usual"), mesh)
   both = lambda loss: jax.eval_shape(zenjax.value_and_grad(loss), params, ids)
   remedy = r"rows `t \* 205 \+ id` of it reshaped to `\(615, 4\)`"
   factors = jnp.ones((T, 1, 1))
@@ -437,13 +367,9 @@ def test_what_stacks_do_not_take_is_refused():
   large = {"t": jnp.zeros((2, 20_000, 8)), "w": jnp.ones(D)}
   with pytest.raises(ValueError, match="Name small tables and stacks"):
     zenjax.tables.shard(large, mesh, "data")
-  many = jax.ShapeDtypeStruct((2**16, 2**15, 1), jnp.float32)
-  shard = lambda x: zenjax.tables.shard(x, mesh, "data", tables=True)
+  many = {"t": jax.ShapeDtypeStruct((2**16, 2**15, 1), jnp.float32)}
   with pytest.raises(ValueError, match=r"fewer than 2\*\*30 rows"):
-    jax.eval_shape(shard, many)
-  tx = zenjax.zen_sync("data")
-  with pytest.raises(ValueError, match="`zenjax.sharded_optimizer"):
-    tx.init(params)
+    _shard(many, mesh)
 
 
 def test_whole_tables_give_rows_as_a_stack_and_beside_stacked_biases():
@@ -457,35 +383,21 @@ def test_whole_tables_give_rows_as_a_stack_and_beside_stacked_biases():
 
   params = {"t": _stack(T * R, D), "u": _stack(R, D), "bias": _stack(T, D)}
   want = jax.grad(loss)(params, _ids("beyond"))
+  is_rows = lambda x: isinstance(x, zenjax.SparseRows)
   got = zenjax.rows.grad(loss)(params, _ids("beyond"))
-  for name in ("t", "u"):
-    assert isinstance(got[name], zenjax.SparseRows)
-    dense = got[name].to_dense()
-    np.testing.assert_allclose(dense, want[name], rtol=1e-5, atol=1e-5)
-  np.testing.assert_allclose(got["bias"], want["bias"], rtol=1e-5, atol=1e-5)
+  assert [name for name, x in got.items() if is_rows(x)] == ["t", "u"]
+  dense = {name: got[name].to_dense() for name in ("t", "u")}
+  close(got | dense, want, atol=1e-5)
 
 
 def test_lookups_that_two_axes_do_not_divide():
   """Nine ids on 2 x 2 devices are padded, and stay a table's gradient."""
-  devices = np.array(jax.devices()[:4]).reshape(2, 2)
-  mesh = jax.sharding.Mesh(devices, ("pod", "data"))
+  mesh, ids = _mesh(2, 2), np.arange(9) * 13
   table = np.arange(4_800, dtype=np.float32).reshape(600, 8) / 4_800
-  params = zenjax.tables.shard(
-    {"t": table}, mesh, "data", tables=True, replicas="pod"
-  )
-  axes = "pod", "data"
-  tx = zenjax.sharded_optimizer(optax.sgd(0.1), axes, mesh=mesh)
-  state = zenjax.init_state(tx, params, mesh, axes)
-  ids = np.arange(9) * 13
-
-  @jax.jit
-  def step(params, state):
-    loss = lambda params: jnp.sum(params["t"][ids] ** 2)
-    _, grads = zenjax.value_and_grad(loss)(params)
-    updates, _ = tx.update(grads, state, params)
-    return zenjax.apply_updates(params, updates)
-
-  got = zenjax.tables.unshard(step(params, state))["t"]
+  params = _shard({"t": table}, mesh)
+  tx = zenjax.sharded_optimizer(optax.sgd(0.1), ("pod", "data"), mesh=mesh)
+  step = jax.jit(step_of(tx, lambda params: jnp.sum(params["t"][ids] ** 2)))
+  (after, _), _ = step((params, tx.init(params)))
   want = table.copy()
   want[ids] *= 0.8
-  np.testing.assert_allclose(got, want, rtol=1e-6)
+  close(zenjax.tables.unshard(after)["t"], want, atol=0)

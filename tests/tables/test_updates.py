@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import runners
+from sharded_steps import close
+from sharded_steps import split
 
 import zenjax
 
@@ -19,6 +22,13 @@ def drawn() -> dict[str, np.ndarray]:
 
 FIRST, OTHER = drawn(), drawn()
 IDS = [rng.integers(0, 50, B).astype(np.int32) for _ in range(2)]
+MESH = runners.mesh(2)
+OWNERS = zenjax.sharded_optimizer(optax.sgd(0.5), "data", mesh=MESH)
+
+
+def shard(params):
+  tables = {"t": True, "w": False}
+  return zenjax.tables.shard(params, MESH, "data", tables=tables)
 
 
 def loss(params, ids):
@@ -56,40 +66,25 @@ def programs(grads, tx, params, others, a, b):
 
 
 def test_programs_of_updates_are_those_of_optax():
-  auto = (jax.sharding.AxisType.Auto,)
-  mesh = jax.make_mesh((2,), ("data",), auto, devices=jax.devices()[:2])
-  shard = lambda x: zenjax.tables.shard(
-    x, mesh, "data", tables={"t": True, "w": False}
-  )
-  owners = zenjax.sharded_optimizer(optax.sgd(0.5), "data", mesh=mesh)
-
   def run(value_and_grad, tx, *given):
     grads = lambda *args: value_and_grad(loss)(*args)[1]
     run = jax.jit(lambda *x: dict(programs(grads, tx, *x)))
     with jax.numpy_dtype_promotion("standard"):  # Of master weights.
       return zenjax.tables.unshard(run(*given))
 
-  split = jax.device_put(IDS, jax.NamedSharding(mesh, jax.P("data")))
   want = run(jax.value_and_grad, optax.sgd(0.5), FIRST, OTHER, *IDS)
-  got = run(zenjax.value_and_grad, owners, shard(FIRST), shard(OTHER), *split)
+  given = shard(FIRST), shard(OTHER), *split(IDS, MESH)
+  got = run(zenjax.value_and_grad, OWNERS, *given)
   assert got.keys() == want.keys() and len(want) == 6
   for name, params in want.items():
-    for leaf, value in params.items():
-      close = np.testing.assert_allclose
-      close(got[name][leaf], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    close(got[name], params, rtol=1e-4, atol=1e-5, name=name)
     assert not np.array_equal(params["w"], FIRST["w"]) or name == "skipped"
 
 
 def test_an_update_takes_no_arithmetic_but_that():
-  mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
-  tx = zenjax.sharded_optimizer(optax.sgd(0.5), "data", mesh=mesh)
-  params = zenjax.tables.shard(
-    FIRST, mesh, "data", tables=dict(t=True, w=False)
-  )
-
   def updates_of(params):
     grads = zenjax.value_and_grad(loss)(params, IDS[0])[1]
-    return tx.update(grads, tx.init(params), params)[0]
+    return OWNERS.update(grads, OWNERS.init(params), params)[0]
 
   for change in (
     lambda u: jax.tree.map(lambda x: 0.5 * x, u),
@@ -99,4 +94,4 @@ def test_an_update_takes_no_arithmetic_but_that():
     lambda u: u["t"].value + u["t"].value,
   ):
     with pytest.raises(TypeError):
-      jax.eval_shape(lambda p, f=change: f(updates_of(p)), params)
+      jax.eval_shape(lambda p, f=change: f(updates_of(p)), shard(FIRST))

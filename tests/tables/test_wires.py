@@ -1,5 +1,6 @@
 """Sharded tables whose rows and gradients are rounded when they are sent."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import optax
 import pytest
 import row_wires
 import runners
+from sharded_steps import split
+from sharded_steps import step_of
 from stablehlo import collectives
 from usual import usual
 
@@ -65,20 +68,15 @@ def step_in_numpy(table, ids, y, n, wire) -> tuple[float, np.ndarray]:
   return loss, table - RATE * total / n
 
 
-def step_of(n: int, way: str, **options: Any) -> tuple[Any, Any]:
-  mesh = runners.mesh(n)
+def made(n: int, wire: Any, way: str = "jit") -> tuple[Any, Any]:
+  """A table with its state on `n` devices, and a step."""
+  mesh, table = runners.mesh(n), sharded(n, wire)
   around = None if way == "data_parallel" else mesh
-  tx = zenjax.sharded_optimizer(optax.sgd(RATE), "data", mesh=around, **options)
-
-  def step(state, *batch):
-    table, opt_state = state
-    loss, grads = zenjax.value_and_grad(loss_fn)(table, *batch)
-    updates, opt_state = tx.update(grads, opt_state, table)
-    return (zenjax.apply_updates(table, updates), opt_state), loss
-
+  tx = zenjax.sharded_optimizer(optax.sgd(RATE), "data", mesh=around)
+  step = step_of(tx, loss_fn)
   if way == "data_parallel":
     step = zenjax.data_parallel(step, mesh, "data")
-  return tx, jax.jit(step)
+  return (table, zenjax.init_state(tx, table, mesh, "data")), jax.jit(step)
 
 
 @pytest.mark.parametrize(
@@ -95,16 +93,13 @@ def step_of(n: int, way: str, **options: Any) -> tuple[Any, Any]:
   ],
 )
 def test_steps_are_those_of_the_model(wire, n, way):
-  table = sharded(n, jnp.dtype(wire))
-  tx, step = step_of(n, way)
-  state = table, zenjax.init_state(tx, table, runners.mesh(n), "data")
-  split = jax.NamedSharding(runners.mesh(n), jax.P("data"))
+  state, step = made(n, jnp.dtype(wire), way)
   wanted = table_of().astype(np.float64)
   for seed in range(3):
     batch = batch_of(seed)
     before = wanted
     loss, wanted = step_in_numpy(wanted, *batch, n, wire)
-    state, got_loss = step(state, *jax.device_put(batch, split))
+    state, got_loss = step(state, *split(batch, runners.mesh(n)))
     np.testing.assert_allclose(got_loss, loss, rtol=1e-3)
     got = np.asarray(zenjax.tables.unshard(state[0]), np.float64)
     size = np.abs(wanted - before).max(axis=-1, keepdims=True) + 1e-9
@@ -136,11 +131,8 @@ def test_lookups_are_the_same_on_any_number_of_devices(wire):
 )
 def test_a_step_sends_and_counts_what_is_declared(wire):
   n = 4
-  table = sharded(n, wire)
-  tx, step = step_of(n, "jit")
-  state = table, zenjax.init_state(tx, table, runners.mesh(n), "data")
-  split = jax.NamedSharding(runners.mesh(n), jax.P("data"))
-  batch = jax.device_put(batch_of(0), split)
+  state, step = made(n, wire)
+  batch, table = split(batch_of(0), runners.mesh(n)), state[0]
   lowered = step.lower(state, *batch)
   found = [
     x.words
@@ -161,16 +153,13 @@ def test_a_step_sends_and_counts_what_is_declared(wire):
     assert counted["wire_bytes"] >= others * sum(found)
     assert counted["wire_bytes"] < others * sum(found) + 4 * 64
   if wire is None:  # The same program sends rows in their own dtype.
-    table = sharded(n, jnp.float32)
-    state = table, zenjax.init_state(tx, table, runners.mesh(n), "data")
+    state, step = made(n, jnp.float32)
     assert step.lower(state, *batch).as_text() == lowered.as_text()
 
 
 def test_the_wire_stays_with_the_table():
   """Through checkpoints and on other devices; arrays have none."""
-  table = sharded(4, jnp.int8)
-  tx, _ = step_of(4, "jit")
-  state = table, zenjax.init_state(tx, table, runners.mesh(4), "data")
+  state, _ = made(4, jnp.int8)
   saved = zenjax.to_checkpoint(state)
   assert saved[0].wire_dtype == jnp.int8
   moved = zenjax.from_checkpoint(saved, runners.mesh(2), "data")
@@ -182,32 +171,21 @@ def test_the_wire_stays_with_the_table():
 def test_a_state_goes_on_with_another_wire(before, as_optax_computes):
   """Moments have a row for each row, but are never sent."""
   mesh, adam = runners.mesh(2), optax.adam(0.1)
-  params, state = zenjax.tables.shard(
+  shard = functools.partial(
+    zenjax.tables.shard, mesh=mesh, axis_name="data", tables=True
+  )
+  params, state = shard(
     {"t": table_of()},
-    mesh,
-    "data",
-    tables=True,
     wire_dtype=before,
     opt_state=adam.init({"t": table_of()}),
   )
   tx = zenjax.sharded_optimizer(adam, "data", mesh=mesh)
   structure = jax.tree.structure(zenjax.init_state(tx, params, mesh, "data"))
   assert jax.tree.structure(state) == structure
-  whole = zenjax.tables.unshard(params)
-  params = zenjax.tables.shard(
-    whole, mesh, "data", tables=True, wire_dtype=jnp.int8
-  )
-  split = jax.NamedSharding(mesh, jax.P("data"))
-  ids, y = jax.device_put(batch_of(0), split)
+  params = shard(zenjax.tables.unshard(params), wire_dtype=jnp.int8)
   loss = lambda params, *batch: loss_fn(params["t"], *batch)
-
-  @jax.jit
-  def step(params, state):
-    _, grads = zenjax.value_and_grad(loss)(params, ids, y)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  params, after = step(params, state)
+  step = jax.jit(step_of(tx, loss))
+  (params, after), _ = step((params, state), *split(batch_of(0), mesh))
   assert params["t"].wire_dtype == jnp.int8
   assert jax.tree.structure(after) == structure
 
