@@ -116,6 +116,7 @@ OPTAX = {
   "radam": lambda: optax.radam(0.1),
   "reduce_on_plateau": lambda: contrib.reduce_on_plateau(patience=1),
   "rmsprop": lambda: optax.rmsprop(0.1, centered=True, momentum=0.9),
+  "rowwise_adagrad": lambda: zenjax.rows.rowwise_adagrad(0.1),  # our own
   "rprop": lambda: optax.rprop(0.1),
   "sam": lambda: contrib.sam(optax.sgd(0.1), optax.sgd(0.1)),
   "scale": lambda: optax.scale(-0.5),
@@ -230,17 +231,6 @@ def parameters():
   """Of each table's rows, none like another."""
   fill = lambda shape: jnp.linspace(0.5, 2.0, jnp.zeros(shape).size)
   return {name: fill(shape).reshape(shape) for name, shape in SHAPES.items()}
-
-
-def verdict(make) -> str:
-  """How `lazy_rows` takes a transformation: "" or why it refuses it."""
-  params = {name: jnp.zeros(SHAPES[name]) for name in TABLES}
-  params |= {"bias": jnp.zeros(4), "kernel": jnp.zeros((6, 4))}
-  try:
-    zenjax.lazy_rows(make()).init(params)
-  except ValueError as error:
-    return str(error)
-  return ""
 
 
 def main() -> None:
