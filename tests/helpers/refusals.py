@@ -1,7 +1,12 @@
 """Bad input: functions traced on two devices, and what a message must name."""
 
+from collections.abc import Iterator
+import contextlib
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import pytest
 
 import zenjax
 
@@ -25,3 +30,14 @@ def names(error, *words):
   message = str(error.value)
   missing = [word for word in words if word not in message]
   assert not missing, f"{missing} not in: {message}"
+
+
+@contextlib.contextmanager
+def refused(kind: type[Exception], *words: str) -> Iterator[Any]:
+  """What is inside raises `kind`, and the message holds all words.
+
+  "one ... two" are two words.
+  """
+  with pytest.raises(kind) as error:
+    yield error
+  names(error, *" ... ".join(words).split(" ... "))

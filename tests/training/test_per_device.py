@@ -11,6 +11,7 @@ import optax
 import pytest
 import refusals
 import runners
+import steps
 
 import zenjax
 from zenjax import compress
@@ -26,37 +27,22 @@ def chained(sync=None, first=MOMENTUM) -> Any:
   return optax.chain(first, sync, optax.sgd(0.02))
 
 
-def mapped(tx, mesh, state, check_vma=True):
-  specs = zenjax.state_specs(state, "data")
-
-  def step(params, state, batch):
-    batch = jax.tree.map(lambda x: x[0, 0], batch)
-    grads = jax.grad(models.loss)(zenjax.unreduced(params, "data"), batch)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  return jax.jit(
-    jax.shard_map(
-      step,
-      mesh=mesh,
-      in_specs=(P(), specs, P("data")),
-      out_specs=(P(), specs),
-      check_vma=check_vma,
-    )
-  )
-
-
 def trained(tx, data, check_vma=True):
   mesh = runners.mesh(data.x.shape[1])
-  params, state = jnp.asarray(W), zenjax.init_state(tx, W, mesh, "data")
-  run = mapped(tx, mesh, state, check_vma)
+  trainer = steps.Trainer(tx, jnp.asarray(W), mesh, check_vma=check_vma)
   for r in range(len(data.x)):
-    params, state = run(params, state, data.one(r))
-  return params, state
+    train(trainer, data.one(r))
+  return trainer.params, trainer.state
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 4])
+def train(trainer, batches):
+  """One step, with a batch of each device."""
+  w = np.asarray(trainer.params)
+  each = [models.gradient(w, batches.one(i, 0)) for i in range(len(batches.x))]
+  trainer(np.stack(each).astype(np.float32))
+
+
+@pytest.mark.parametrize(("n", "check_vma"), [(1, True), (4, False), (4, True)])
 def test_momentum_of_each_device_is_its_model(n, check_vma):
   data = models.problem(30, n, 1)
   params, state = trained(chained(), data, check_vma)
@@ -156,7 +142,7 @@ def test_plain_jit():
   assert np.abs(traces[0] - traces[1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("old, new", [(4, 2), (2, 4), (3, 2), (2, 3), (4, 1)])
+@pytest.mark.parametrize("old, new", [(4, 1), (3, 2), (2, 3)])
 def test_on_other_devices(old, new):
   tx = chained(first=zenjax.per_device(optax.scale_by_adam(), "data"))
   params, state = trained(tx, models.problem(5, old, 1))
@@ -167,14 +153,17 @@ def test_on_other_devices(old, new):
   assert after.count.tolist() == [5] * new
   for name in ("mu", "nu"):
     x, y = (np.asarray(getattr(s, name)) for s in (before, after))
-    assert y.shape == (new, 3, 2) and (name == "mu" or (y > 0).all())
+    assert y.shape == (new, 3, 2)
+    # Every device has moments of the usual size.
+    assert (y >= x.min(axis=0) - 1e-6).all()
+    assert (y <= x.max(axis=0) + 1e-6).all()
     np.testing.assert_allclose(
       y.mean(axis=0), x.mean(axis=0), rtol=1e-5, atol=1e-7
     )
-  run = mapped(tx, mesh, moved)
-  params = jnp.asarray(np.asarray(params))
-  params, _ = run(params, moved, models.problem(1, new, 1).one(0))
-  assert np.isfinite(params).all()
+  trainer = steps.Trainer(tx, np.asarray(params), mesh)
+  trainer.state = moved
+  train(trainer, models.problem(1, new, 1).one(0))
+  assert np.isfinite(trainer.params).all()
 
 
 def test_a_state_without_arrays_moves():
@@ -187,88 +176,66 @@ def test_a_state_without_arrays_moves():
   jax.eval_shape(step, state, jnp.ones((4, 3, 2)))
 
 
-def sharded_table():
-  return zenjax.tables.shard(jnp.zeros((4096, 8)), runners.mesh(2), "data")
-
-
 def updated(grads, tx=MOMENTUM):
   return refusals.trace(lambda _: tx.update(grads, tx.init(W)))
 
 
+def exchange_inside(sync):
+  return lambda: updated(W, zenjax.per_device(sync, "data"))
+
+
+def summed_gradients():
+  tx, mesh = chained(), runners.mesh(2)
+  state = zenjax.init_state(tx, W, mesh, "data")
+  specs = P(), zenjax.state_specs(state, "data")
+  step = jax.shard_map(tx.update, mesh=mesh, in_specs=specs, out_specs=specs)
+  jax.eval_shape(step, W, state)
+
+
+TABLE = {"t": jnp.zeros((4096, 8))}
+ROWS = zenjax.SparseRows(jnp.zeros(2, jnp.int32), jnp.zeros((2, 4)), 40)
 REFUSED = {
   "row gradients": (
-    lambda: updated(
-      zenjax.SparseRows(jnp.zeros(2, jnp.int32), jnp.zeros((2, 4)), 40)
-    ),
+    lambda: updated(ROWS),
     TypeError,
-    ("per_device", "SparseRows"),
+    "per_device ... SparseRows",
   ),
   "other gradients": (
     lambda: updated(W[:2]),
     ValueError,
-    ("`state` of per_device", "zenjax.init_state"),
+    "`state` of per_device ... zenjax.init_state",
   ),
   "init outside": (
     lambda: MOMENTUM.init(W),
     ValueError,
-    ("`per_device`", "zenjax.init_state"),
+    "`per_device` ... zenjax.init_state",
   ),
   "a sharded table": (
     lambda: zenjax.init_state(
-      MOMENTUM, {"t": sharded_table()}, runners.mesh(2), "data"
+      MOMENTUM,
+      zenjax.tables.shard(TABLE, runners.mesh(2), "data"),
+      runners.mesh(2),
+      "data",
     ),
     ValueError,
-    ("`params` of per_device", "'t'", "zenjax.sharded_optimizer"),
+    "`params` of per_device ... 't' ... zenjax.sharded_optimizer",
   ),
   "a synchronization": (
-    lambda: updated(W, zenjax.per_device(zenjax.zen_sync("data"), "data")),
+    exchange_inside(zenjax.zen_sync("data")),
     ValueError,
-    ("`per_device`", "synchronizes"),
+    "`per_device` ... synchronizes",
   ),
   "a compressor": (
-    lambda: updated(
-      W,
-      zenjax.per_device(
-        compress.all_reduce(compress.LowBit(8), "data"), "data"
-      ),
-    ),
+    exchange_inside(compress.all_reduce(compress.LowBit(8), "data")),
     ValueError,
-    ("`per_device`", "synchronizes"),
+    "`per_device` ... synchronizes",
   ),
+  "summed gradients": (summed_gradients, ValueError, "zenjax.unreduced"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(case):
   call, kind, words = REFUSED[case]
-  with pytest.raises(kind) as error:
+  with refusals.refused(kind, words):
     call()
-  refusals.names(error, *words)
-
-
-def test_summed_gradients_are_refused():
-  tx, mesh = chained(), runners.mesh(2)
-  state = zenjax.init_state(tx, W, mesh, "data")
-  specs = zenjax.state_specs(state, "data")
-  step = jax.shard_map(
-    lambda g, state: tx.update(g, state),
-    mesh=mesh,
-    in_specs=(P(), specs),
-    out_specs=(P(), specs),
-  )
-  with pytest.raises(ValueError, match="zenjax.unreduced"):
-    jax.eval_shape(step, W, state)
-
-
-@pytest.mark.parametrize("by", ["data_parallel", "shard_map"])
-def test_a_state_of_other_devices_is_refused(by):
-  tx = chained()
-  state = zenjax.init_state(tx, W, runners.mesh(4), "data")
-  data = models.problem(1, 2, 1).one(0)
-  with pytest.raises(ValueError) as error:
-    if by == "shard_map":
-      mapped(tx, runners.mesh(2), state)(W, state, data)
-    step = lambda state, g: tx.update(g.x[0, 0, :3, :2], state)[::-1]
-    step = zenjax.data_parallel(step, runners.mesh(2), "data")
-    jax.jit(step)(state, data)
-  refusals.names(error, "2 devices", "zenjax.from_checkpoint(")
