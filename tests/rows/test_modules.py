@@ -7,7 +7,6 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import zenjax
@@ -151,90 +150,20 @@ def test_what_would_be_lost_is_refused(fun, arguments, words):
     zenjax.value_and_grad(fun)(*arguments(Net(nnx.Rngs(0))))
 
 
-@jax.tree_util.register_pytree_node_class
-class Tree:
-  """A module as Equinox has them: a tree, some leaves of which are none."""
-
-  def __init__(self, table, scale, act=None, ids=None, none=None):
-    self.parts: Any = table, scale, act, ids, none
-
-  def tree_flatten(self):
-    return self.parts, None
-
-  @classmethod
-  def tree_unflatten(cls, _, parts):
-    return cls(*parts)
-
-  def __call__(self, ids):
-    table, scale, act, more, _ = self.parts
-    return act(jnp.take(table, ids + more, axis=0, mode="clip") * scale)
-
-
-def tree() -> Any:
-  table = jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
-  return Tree(table, np.float32(0.5), jnp.tanh, jnp.array(2))
-
-
 def test_of_a_tree_that_is_not_all_arrays():
   """Gradients of its floating arrays; None for all else."""
-  fun = lambda model, ids, *, power: jnp.sum(model(ids) ** power)
-  model = tree()
-  value, grads = zenjax.rows.filter_value_and_grad(fun)(model, IDS, power=2)
-  rows, scale, *others = grads.parts
-  assert others == [None, None, None]
+  table = jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+  floats, others = (table, np.float32(0.5)), (jnp.tanh, jnp.array(2), None)
+
+  def fun(model, ids, *, power):
+    table, scale, act, more, _ = model
+    rows = jnp.take(table, ids + more, axis=0, mode="clip")
+    return jnp.sum(act(rows * scale) ** power)
+
+  both = zenjax.rows.filter_value_and_grad(fun)
+  value, (rows, scale, *none) = both((*floats, *others), IDS, power=2)
+  assert none == [None, None, None]
   assert isinstance(rows, zenjax.SparseRows)
-
-  def plain(table, scale):
-    return fun(Tree(table, scale, *model.parts[2:]), IDS, power=2)
-
-  want, (table, want_scale) = jax.value_and_grad(plain, (0, 1))(
-    *model.parts[:2]
-  )
-  assert_close((value, rows.to_dense(), scale), (want, table, want_scale))
-
-
-def test_a_module_of_equinox_changes_three_lines():
-  eqx = pytest.importorskip("equinox")
-
-  class Model(eqx.Module):
-    table: Any
-    dropout: Any
-    layers: Any
-
-    def __init__(self, key):
-      self.table = eqx.nn.Embedding(ROWS, WIDTH, key=key)
-      self.dropout = eqx.nn.Dropout(0.1)
-      self.layers = eqx.nn.MLP(WIDTH, 2, 4, 1, key=key)
-
-    def __call__(self, ids, key):
-      x = jax.vmap(self.table)(ids).mean(0)
-      return self.layers(self.dropout(x, key=key))
-
-  def model_loss(model, ids, key):
-    out = jax.vmap(model)(ids, jax.random.split(key, len(ids)))
-    return jnp.square(out - 1).mean()
-
-  def losses(tx, both, apply_updates):
-    model = Model(jax.random.key(0))
-    state, found = tx.init(eqx.filter(model, eqx.is_inexact_array)), []
-
-    @eqx.filter_jit
-    def step(model, state, key):
-      value, grads = both(model_loss)(model, IDS, key)
-      params = eqx.filter(model, eqx.is_inexact_array)
-      updates, state = tx.update(grads, state, params)
-      return apply_updates(model, updates), state, value
-
-    for turn in range(10):
-      model, state, value = step(model, state, jax.random.key(turn))
-      found.append(float(value))
-    return found
-
-  inner = optax.adagrad(0.1)
-  want = losses(inner, eqx.filter_value_and_grad, eqx.apply_updates)
-  got = losses(
-    zenjax.lazy_rows(inner),
-    zenjax.rows.filter_value_and_grad,
-    zenjax.apply_updates,
-  )
-  np.testing.assert_allclose(got, want, rtol=1e-6)
+  plain = lambda *floats: fun((*floats, *others), IDS, power=2)
+  want = jax.value_and_grad(plain, (0, 1))(*floats)
+  assert_close((value, (rows.to_dense(), scale)), want)

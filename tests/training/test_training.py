@@ -15,118 +15,82 @@ import optax
 import oracle
 import orbax.checkpoint as ocp
 import pytest
-from refusals import names
+from refusals import refused
 import runners
 import steps
 
 import zenjax
 
-CHECK_VMA = pytest.mark.parametrize("check_vma", [True, False])
+LOOK_UPS = 64  # of a batch
 
 
-def lookup_loss(params, batch):
-  ids, targets = batch
+def lookup_loss(params, ids, targets):
   rows = params["embedding"][ids]
   return jnp.mean((rows @ params["kernel"] - targets) ** 2)
 
 
-def lookup_problem(n, rows=300, width=8):
+def lookup_problem(rows=300, width=8):
+  """Parameters, and six batches."""
   rng = np.random.default_rng(0)
-  params = {
-    "embedding": jnp.asarray(rng.standard_normal((rows, width)), jnp.float32),
-    "kernel": jnp.asarray(rng.standard_normal((width, 3)), jnp.float32),
-  }
-  ids = rng.integers(0, rows, (6, n * 16))
-  targets = rng.standard_normal((6, n * 16, 3)).astype(np.float32)
-  return params, ids, targets
-
-
-def train(sync, n, check_vma):
-  """Losses and parameters of six steps over `n` devices."""
-  params, ids, targets = lookup_problem(n)
-  mesh = runners.mesh(n)
-  tx = optax.chain(sync, optax.sgd(0.3))
-
-  def step(params, state, batch):
-    varying = zenjax.unreduced(zenjax.unreduced(params, "data"), "data")
-    loss, grads = jax.value_and_grad(lookup_loss)(varying, batch)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, loss[None]
-
-  state = zenjax.init_state(tx, params, mesh, "data")
-  specs = zenjax.state_specs(state, "data")
-  params = jax.device_put(params, NamedSharding(mesh, P()))
-  run = jax.jit(
-    jax.shard_map(
-      step,
-      mesh=mesh,
-      in_specs=(P(), specs, P("data")),
-      out_specs=(P(), specs, P("data")),
-      check_vma=check_vma,
-    )
-  )
-  losses = []
-  for batch in zip(ids, targets, strict=True):
-    params, state, loss = run(params, state, batch)
-    losses.append(float(np.mean(loss)))
-  return losses, params
-
-
-@CHECK_VMA
-def test_training_matches_pmean_and_one_device(check_vma):
-  """Gradients by autodiff, not handed in: none is summed twice or missed."""
-  losses, params = train(zenjax.zen_sync("data"), 4, check_vma)
-  theirs, _ = train(steps.pmean("data"), 4, check_vma)
-  np.testing.assert_allclose(losses, theirs, rtol=1e-5)
-  alone = _train_alone(4)
-  np.testing.assert_allclose(losses, alone, rtol=1e-5)
-  assert losses[-1] < losses[0]
-  for leaf in jax.tree.leaves(params):
-    oracle.check_replicas(runners.shards(leaf))
+  normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+  params = {"embedding": normal(rows, width), "kernel": normal(width, 3)}
+  ids = rng.integers(0, rows, (6, LOOK_UPS))
+  return params, [*zip(ids, normal(6, LOOK_UPS, 3), strict=True)]
 
 
 @functools.cache
-def _train_alone(n):
-  params, ids, targets = lookup_problem(n)
+def trained_alone():
+  """Losses of one device."""
+  params, batches = lookup_problem()
   both, losses = jax.jit(jax.value_and_grad(lookup_loss)), []
-  for batch in zip(ids, targets, strict=True):
-    loss, grads = both(params, batch)
+  for batch in batches:
+    loss, grads = both(params, *batch)
     params = jax.tree.map(lambda p, g: p - 0.3 * g, params, grads)
     losses.append(float(loss))
   return losses
 
 
-def test_data_parallel_is_the_same_step_in_one_call():
-  params, ids, targets = lookup_problem(4)
-  mesh = runners.mesh(4)
+@pytest.mark.parametrize("way", ["check_vma", "shard_map", "data_parallel"])
+def test_training_matches_one_device(way):
+  """Gradients by autodiff, not handed in: none is summed twice or missed."""
+  params, batches = lookup_problem()
+  mesh, mapped = runners.mesh(4), way != "data_parallel"
   tx = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.3))
 
-  def step(state, ids, targets):
-    params, state = state
-    loss, grads = jax.value_and_grad(lookup_loss)(params, (ids, targets))
-    updates, state = tx.update(grads, state, params)
-    return (optax.apply_updates(params, updates), state), loss
+  def step(state, *batch):
+    params, opt_state = own, _ = state
+    if mapped:
+      own = zenjax.unreduced(zenjax.unreduced(params, "data"), "data")
+    loss, grads = jax.value_and_grad(lookup_loss)(own, *batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    loss = lax.pmean(loss, "data") if mapped else loss
+    return (optax.apply_updates(params, updates), opt_state), loss
 
-  run = jax.jit(zenjax.data_parallel(step, mesh, "data"), donate_argnums=0)
   params = jax.device_put(params, NamedSharding(mesh, P()))
   state = params, zenjax.init_state(tx, params, mesh, "data")
-  losses = []
-  for batch in zip(ids, targets, strict=True):
+  if mapped:
+    specs = zenjax.state_specs(state, "data")
+    run = jax.shard_map(
+      step,
+      mesh=mesh,
+      in_specs=(specs, P("data"), P("data")),
+      out_specs=(specs, P()),
+      check_vma=way == "check_vma",
+    )
+  else:
+    run = zenjax.data_parallel(step, mesh, "data")
+  run = jax.jit(run, donate_argnums=0)
+  losses, programs = [], []
+  for batch in batches:
     with steps.compilations() as compiled:
       state, loss = run(state, *batch)
     losses.append(float(loss))
-    assert len(compiled) == (1 if len(losses) == 1 else 0)
-  np.testing.assert_allclose(losses, _train_alone(4), rtol=1e-5)
+    programs.append(len(compiled))
+  assert programs == [1, 0, 0, 0, 0, 0]
+  np.testing.assert_allclose(losses, trained_alone(), rtol=1e-5)
+  assert losses[-1] < losses[0]
   for leaf in jax.tree.leaves(state[0]):
     oracle.check_replicas(runners.shards(leaf))
-
-
-def test_unsummed_does_nothing_where_gradients_are_local():
-  params = {"w": jnp.arange(3.0)}
-  for run in ("vmap", "pmap", "shard_map_shards"):
-    same = runners.RUNNERS[run](lambda x, axis: zenjax.unreduced(x, axis), 2)
-    stack = {"w": np.stack([np.asarray(params["w"])] * 2)}
-    np.testing.assert_array_equal(same(stack)["w"], stack["w"])
 
 
 # --- states of all kinds ------------------------------------------------------
@@ -173,9 +137,9 @@ def test_a_train_state_is_saved_restored_and_trained_on(tmp_path):
   tx: Any = optax.MultiSteps(optax.chain(zen(), optax.adam(0.1)), 2)
   step = mapped(train_state_step)
   kinds: Any = dict(apply_fn=loss_of, params=PARAMS, tx=tx)
-  with pytest.raises(ValueError) as error:
+  words = "`state`", "MultiSteps", "opt_state=zenjax.init_state(", "(4,)"
+  with refused(ValueError, *words):
     step(TrainState.create(**kinds), IDS)
-  names(error, "`state`", "MultiSteps", "opt_state=zenjax.init_state(", "(4,)")
   opt_state = zenjax.init_state(tx, PARAMS, runners.mesh(N), "data")
   state: Any = TrainState(step=0, opt_state=opt_state, **kinds)
   plain: Any = kinds | dict(tx=optax.MultiSteps(optax.adam(0.1), 2))
@@ -203,9 +167,8 @@ def test_a_train_state_is_saved_restored_and_trained_on(tmp_path):
   assert int(state.step) == int(alone.step) == 4
   oracle.check_replicas(runners.shards(state.params["table"]))
   assert zenjax.stats(state)["table"]["rounds"] == 1
-  with pytest.raises(ValueError) as error:
+  with refused(ValueError, "`state`", "each of 4 devices", "(8,)"):
     mapped(train_state_step, 4)(state, IDS)
-  names(error, "`state`", "each of 4 devices", "(8,)")
 
 
 def test_two_models_that_accumulate():
@@ -233,6 +196,18 @@ def net_loss(net, ids):
   return jnp.mean((net(ids) - 1) ** 2)
 
 
+def split_step(graph):
+  """A step of a model and an optimizer that `nnx.split` took apart."""
+
+  def step(state, ids):
+    net, optimizer = nnx.merge(graph, state)
+    loss, grads = nnx.value_and_grad(net_loss)(net, ids)
+    optimizer.update(net, grads)
+    return nnx.state((net, optimizer)), loss
+
+  return step
+
+
 @pytest.mark.usefixtures("as_optax_computes")
 def test_an_nnx_model_that_is_split_with_its_optimizer():
   """Its keys are in the state: all devices drop alike, and count alike."""
@@ -244,12 +219,6 @@ def test_an_nnx_model_that_is_split_with_its_optimizer():
 
   graph, state = made(optax.chain(tables, optax.adam(0.1)))
   other, alone = made(optax.adam(0.1))
-
-  def step(state, ids):
-    net, optimizer = nnx.merge(graph, state)
-    loss, grads = nnx.value_and_grad(net_loss)(net, ids)
-    optimizer.update(net, grads)
-    return nnx.state((net, optimizer)), loss
 
   def of_parts(state, ids):
     """One device that does what each would do, one after the other."""
@@ -263,7 +232,7 @@ def test_an_nnx_model_that_is_split_with_its_optimizer():
     optimizer.update(net, grads)
     return nnx.state((net, optimizer)), loss
 
-  run, one = jax.jit(mapped(step)), jax.jit(of_parts)
+  run, one = jax.jit(mapped(split_step(graph))), jax.jit(of_parts)
   for turn in range(2):
     state, loss = run(state, IDS + turn)
     alone, want = one(alone, IDS + turn)
@@ -311,51 +280,21 @@ def test_nnx_splits_states_that_differ_between_devices_from_their_types():
   made = zenjax.init_state(tx, params, runners.mesh(N), "data")
   optimizer.opt_state = nnx.data(made)
   graph, state = nnx.split((net, optimizer))
-
-  def step(state, ids):
-    net, optimizer = nnx.merge(graph, state)
-    loss, grads = nnx.value_and_grad(net_loss)(net, ids)
-    optimizer.update(net, grads)
-    return nnx.state((net, optimizer)), loss
-
-  with pytest.raises(ValueError) as error:
-    jax.eval_shape(mapped(step), state, IDS)
-  names(error, "`state`", "the parts of 2")
+  with refused(ValueError, "`state`", "the parts of 2"):
+    jax.eval_shape(mapped(split_step(graph)), state, IDS)
 
 
-@jax.tree_util.register_pytree_node_class
-class Module:
-  """As Equinox has them: some leaves are no arrays."""
-
-  def __init__(self, table, act=jnp.tanh, rate=0.5, train=True):
-    self.parts: Any = table, act, rate, train
-
-  def tree_flatten(self):
-    return self.parts, None
-
-  @classmethod
-  def tree_unflatten(cls, _, parts):
-    return cls(*parts)
-
-  def __call__(self, ids):
-    table, act, rate, train = self.parts
-    return (act(table[ids]) * (rate if train else 0.0)).sum(-1)
-
-
-def module_state():
-  return Module(PARAMS["table"]), 0
-
-
-def test_leaves_of_a_module_that_a_step_changes():
+def test_leaves_of_a_module_that_are_no_arrays():
   """Numbers come out as they are made, or as arrays; functions as they came."""
+  first = (PARAMS["table"], jnp.tanh, 0.5, True), 0
 
-  def step(change):
+  def after(change):
     def step(state, x):
       module, count = state
-      return (Module(*change(*module.parts)), count), x.sum()
+      return (change(*module), count), x.sum()
 
     run = mapped(step, aux_specs="sum")
-    return lambda: run(module_state(), jnp.arange(4))[0][0].parts
+    return run(first, jnp.arange(4))[0][0]
 
   def numbers(table, act, rate, train):
     return table, act, rate / 2, not train
@@ -363,15 +302,17 @@ def test_leaves_of_a_module_that_a_step_changes():
   def arrays(table, act, rate, train):
     return 0, act, lax.psum(rate, "data") * jnp.ones(()), None or train
 
-  assert step(numbers)()[1:] == (jnp.tanh, 0.25, False)
-  table, _, rate, _ = step(arrays)()
+  assert after(numbers)[1:] == (jnp.tanh, 0.25, False)
+  table, _, rate, _ = after(arrays)
   assert table.shape == () and float(rate) == 1.0
   still = lambda s, x: ((s[0], jnp.float32(x[0])), 0.0)
   with pytest.raises(ValueError, match="synchronizes nothing"):
-    mapped(still)(module_state(), IDS)
+    mapped(still)(first, IDS)
 
 
+@pytest.mark.usefixtures("as_optax_computes")
 def test_a_module_of_equinox_is_a_state():
+  """Three lines change: the optimizer, the gradients and their updates."""
   eqx = pytest.importorskip("equinox")
 
   class Model(eqx.Module):
@@ -391,24 +332,27 @@ def test_a_module_of_equinox_is_a_state():
   )
   arrays = lambda model: eqx.filter(model, eqx.is_inexact_array)
 
-  def step_of(tx):
+  def step_of(tx, value_and_grad, apply_updates):
     def step(state, ids):
       model, opt_state = state
-      loss = lambda model: jnp.square(jax.vmap(model)(ids) - 1).mean()
-      value, grads = eqx.filter_value_and_grad(loss)(model)
+      loss = lambda model, ids: jnp.square(jax.vmap(model)(ids) - 1).mean()
+      value, grads = value_and_grad(loss)(model, ids)
       updates, opt_state = tx.update(grads, opt_state, arrays(model))
-      return (eqx.apply_updates(model, updates), opt_state), value
+      return (apply_updates(model, updates), opt_state), value
 
     return step
 
-  plain = optax.sgd(0.1)
+  plain = optax.adagrad(0.1)
   is_table = lambda name, leaf: leaf.shape == (ROWS, WIDTH)
-  tx = optax.chain(zenjax.zen_sync("data", sparse=is_table), plain)
-  mesh = runners.mesh(N)
+  sync = zenjax.zen_sync("data", sparse=is_table)
+  tx = optax.chain(sync, zenjax.lazy_rows(plain))
+  mesh, both = runners.mesh(N), zenjax.rows.filter_value_and_grad
   got: Any = model, zenjax.init_state(tx, arrays(model), mesh, "data")
   want: Any = model, plain.init(arrays(model))
-  ours = eqx.filter_jit(mapped(step_of(tx)))
-  alone = eqx.filter_jit(step_of(plain))
+  ours = eqx.filter_jit(mapped(step_of(tx, both, zenjax.apply_updates)))
+  alone = eqx.filter_jit(
+    step_of(plain, eqx.filter_value_and_grad, eqx.apply_updates)
+  )
   for turn in range(2):
     got, loss = ours(got, IDS + turn)
     want, value = alone(want, IDS + turn)
@@ -416,6 +360,7 @@ def test_a_module_of_equinox_is_a_state():
   close(arrays(got[0]), arrays(want[0]))
   assert got[0].scale == 0.5 and got[0].dropout.inference is True
   assert jax.tree.structure(got[0]) == jax.tree.structure(model)
+  assert [*zenjax.stats(got[1])] == ["table.weight"]
 
 
 # --- random numbers -----------------------------------------------------------
@@ -426,33 +371,29 @@ def noise_step(state, ids, rng):
   return state, jax.random.normal(key, ids.shape)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("within", [False, True])
-def test_each_device_draws_its_own_numbers(n, within):
+@pytest.mark.parametrize(
+  ("mesh", "within"),
+  [
+    (runners.mesh(1), True),
+    (runners.mesh(2), False),
+    (runners.mesh(2), True),
+    # Of explicit axes.
+    (jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4]), False),
+  ],
+  ids=["1 device", "2 devices", "2 devices, within", "2 x 2 devices"],
+)
+def test_each_device_draws_its_own_numbers(mesh, within):
   """And the same in each run."""
-  key = jax.random.key(3)
-  run = mapped(noise_step, n, aux_specs="batch")
+  key, n, axes = jax.random.key(3), mesh.size, mesh.axis_names
+  run = zenjax.data_parallel(noise_step, mesh, axes, aux_specs="batch")
   given = {"key": key, "x": IDS} if within else key
   _, got = run((), IDS, given)
   _, again = jax.jit(run)((), IDS, given)
-  each = IDS.reshape(n, -1)
-  want = [
-    jax.random.normal(jax.random.fold_in(key, i), x.shape)
-    for i, x in enumerate(each)
-  ]
+  keys = [jax.random.fold_in(key, i) for i in range(n)]
+  want = [jax.random.normal(key, (len(IDS) // n,)) for key in keys]
   np.testing.assert_array_equal(got, np.concatenate(want))
   np.testing.assert_array_equal(got, again)
-  assert len(set(np.asarray(got).tolist())) == len(IDS)
-
-
-def test_devices_of_two_explicit_axes_draw_their_own():
-  axes = ("host", "device")
-  mesh = jax.make_mesh((2, 2), axes, devices=jax.devices()[:4])
-  run = zenjax.data_parallel(noise_step, mesh, axes, aux_specs="batch")
-  _, got = jax.jit(run)((), IDS, jax.random.key(0))
-  keys = [jax.random.fold_in(jax.random.key(0), i) for i in range(4)]
-  want = np.concatenate([jax.random.normal(key, (2,)) for key in keys])
-  np.testing.assert_array_equal(got, want)
+  assert len({*np.asarray(got).tolist()}) == len(IDS)
 
 
 def test_keys_of_examples_are_split_and_those_of_a_state_are_not():
