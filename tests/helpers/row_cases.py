@@ -81,6 +81,7 @@ ROWS_ONLY = {
   "vmap": lambda t, i: loss(jax.vmap(lambda j: t[j])(i)),
   "scalars": lambda t, i: loss(t[i[0]]) + loss(t[i[3]]),
   "slices": lambda t, i: loss(t[2:9:3]) + loss(t[-1]) + _zero(i),
+  "more lookups than rows": lambda t, i: loss(t[jnp.tile(i, 6)]),
   "twice": lambda t, i: loss(t[i]) + loss(jnp.take(t, i[:3], axis=0)),
   "jit": lambda t, i: loss(jax.jit(lambda t, i: t[i])(t, i)),
   "uint8 ids": lambda t, i: loss(t[i.astype(jnp.uint8)]),

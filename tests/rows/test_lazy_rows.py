@@ -255,7 +255,7 @@ SGD, ADAGRAD = optax.sgd(0.1), optax.adagrad(0.1)
 GRADS = SparseRows(jnp.arange(5), jnp.ones((5, WIDTH)), ROWS)
 
 
-def init(inner, params=TABLE):
+def init(inner, params: Any = TABLE):
   return lambda: zenjax.lazy_rows(inner).init(params)
 
 

@@ -207,13 +207,6 @@ def test_tables_chooses():
     assert_close(got["users"], jax.jit(jax.grad(f))(_params(), IDS)["users"])
 
 
-def test_more_lookups_than_rows_give_rows():
-  f = lambda t, i: row_cases.loss(t[jnp.tile(i, 6)])
-  got = jax.jit(zenjax.rows.grad(f))(row_cases.table(), IDS)
-  assert isinstance(got, SparseRows)
-  assert_close(got.to_dense(), jax.jit(jax.grad(f))(row_cases.table(), IDS))
-
-
 REFUSED = {
   "a softmax": (
     lambda: demanded("tied softmax"),

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
-from refusals import names
+from refusals import refused
 import runners
 
 import zenjax
@@ -60,9 +60,9 @@ def test_floating_scalars_are_averaged():
   ],
 )
 def test_anything_else_must_be_declared(devices, see, word):
-  with pytest.raises(ValueError) as error:
+  words = "`aux_specs={'of.it': " + word + "}` ... 'batch' joins"
+  with refused(ValueError, words) as error:
     of_batch(lambda b: {"of": {"it": see(b)}, "loss": 1.0}, devices)
-  names(error, "`aux_specs={'of.it': " + word + "}`", "'batch' joins")
   assert "loss" not in str(error.value)
   same = of_batch(lambda b: {"of": see(b)}, devices, aux_specs={"of": "same"})
   assert set(same) == {"of"}
@@ -130,9 +130,8 @@ def test_aux_specs_that_do_not_fit(specs, words):
   usual = {"hist": "sum", "count": "sum", "key": "same", "rows": "same"}
   if isinstance(specs, dict):
     specs = usual | specs
-  with pytest.raises(ValueError) as error:
+  with refused(ValueError, "`aux_specs`", *words):
     of_batch(see, aux_specs=specs)
-  names(error, "`aux_specs`", *words)
 
 
 NO_STEPS: dict[str, Any] = {
@@ -156,9 +155,8 @@ def test_step_that_does_not_return_a_state_and_aux(name):
   """Two parts of a state are not a state and aux: they would train no more."""
   step, words = NO_STEPS[name]
   mapped = zenjax.data_parallel(step, runners.mesh(2), "data")
-  with pytest.raises(TypeError) as error:
+  with refused(TypeError, "`step` must return `(state, aux)`", *words):
     mapped((jnp.zeros(3), jnp.ones(3)), jnp.zeros(2))
-  names(error, "`step` must return `(state, aux)`", *words)
 
 
 def grad_of_mean(w, x):
@@ -207,9 +205,9 @@ def test_a_step_that_synchronizes_nothing_is_refused(name):
   step = UNSYNCHRONIZED[name]
   given = jnp.float32(1), jnp.arange(N)
   with jax.numpy_dtype_promotion("standard"):
-    with pytest.raises(ValueError) as error:
+    words = "`step` ... synchronizes nothing ... zenjax.zen_sync('data')"
+    with refused(ValueError, words):
       zenjax.data_parallel(step, runners.mesh(N), "data")(*given)
-    names(error, "`step`", "synchronizes nothing", "zenjax.zen_sync('data')")
     zenjax.data_parallel(step, runners.mesh(1), "data", aux_specs="same")(
       *given
     )
