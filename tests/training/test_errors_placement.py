@@ -1,90 +1,146 @@
 """State and batches that do not fit the devices, or were placed by hand."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import optax
 import pytest
 from refusals import N
-from refusals import names
+from refusals import refused
 import runners
 
 import zenjax
 
-
-def test_init_over_an_axis_that_the_mesh_lacks():
-  tx = zenjax.zen_sync("data", sparse=True)
-  params = {"t": jnp.zeros((41, 4))}
-  with pytest.raises(ValueError) as error:
-    zenjax.init_state(tx, params, runners.mesh(N), "batch")
-  names(error, "`axis_name`", "batch", "data")
+MESH = runners.mesh(N)
+TX = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))
+PARAMS = {"t": jnp.zeros((40, 4))}
 
 
-def test_reshard_to_a_mesh_without_the_axis():
-  state = zenjax.zen_sync("data").init({"t": jnp.zeros((41, 4))})
-  with pytest.raises(ValueError) as error:
-    zenjax.from_checkpoint(state, runners.mesh(N), "batch")
-  names(error, "`axis_name`", "batch", "data")
+def init(tx: Any, params: Any = PARAMS, mesh: Any = MESH, axis="data"):
+  """Makes a state, if it is called."""
+  return lambda: zenjax.init_state(tx, params, mesh, axis)
 
 
-def test_axes_of_init_state_that_are_not_those_of_the_transformation():
-  tx = zenjax.compress.all_reduce(
-    zenjax.compress.LowBit(8), ("host", "data"), leaves=True
+def two_axes(*names: str):
+  return jax.make_mesh((N, N), names)
+
+
+def axis_of_a_step():
+  tx = zenjax.zen_sync("batch", sparse=True)
+  step = lambda state, x: (tx.update(PARAMS, state)[::-1], jnp.sum(x))
+  step = zenjax.data_parallel(step, MESH, "data")
+  jax.eval_shape(step, tx.init(PARAMS), jnp.arange(N))
+
+
+def tables(mesh: Any = MESH, axis: str = "data", **options: Any) -> Any:
+  table = jnp.ones((600, 4))
+  return zenjax.tables.shard(table, mesh, axis, tables=True, **options)
+
+
+def step_of_copies():
+  mesh = two_axes("pod", "chip")
+  step = lambda state, x: (state, ())
+  step = zenjax.data_parallel(step, mesh, ("pod", "chip"))
+  step(tables(mesh, "chip", replicas="pod"), jnp.zeros(N * N))
+
+
+def unshard_a_part():
+  specs = (zenjax.state_specs(tables(), "data"),)
+  mapped = jax.shard_map(
+    zenjax.tables.unshard,
+    mesh=MESH,
+    in_specs=specs,
+    out_specs=P(),
+    check_vma=False,
   )
-  mesh = jax.make_mesh((1, N), ("host", "data"))
-  with pytest.raises(ValueError) as error:
-    zenjax.init_state(tx, jnp.zeros((40, 4)), mesh, "data")
-  names(error, "`axis_name` of init_state", "('data',)", "('host', 'data')")
+  jax.eval_shape(mapped, tables())
 
 
-@pytest.mark.parametrize(
-  ("tx", "mesh", "words"),
-  [
-    (jnp.zeros(3), runners.mesh(N), "`tx`"),
-    (optax.sgd(0.1), None, "`mesh`"),
-  ],
-)
-def test_arguments_of_init_state_in_another_order(tx, mesh, words):
-  with pytest.raises(TypeError, match=words):
-    zenjax.init_state(tx, jnp.zeros((40, 4)), mesh, "data")
+OWNERS = zenjax.sharded_optimizer(optax.sgd(0.1), "data")
+INT8 = zenjax.compress.LowBit(8)
+REFUSED = {
+  "init over an axis that the mesh lacks": (
+    init(zenjax.zen_sync("data", sparse=True), axis="batch"),
+    ValueError,
+    "`axis_name` ... batch ... data",
+  ),
+  "reshard to a mesh without the axis": (
+    lambda: zenjax.from_checkpoint(TX.init(PARAMS), MESH, "batch"),
+    ValueError,
+    "`axis_name` ... batch ... data",
+  ),
+  "axes that are not those of the transformation": (
+    init(
+      zenjax.compress.all_reduce(INT8, ("host", "data"), leaves=True),
+      mesh=two_axes("host", "data"),
+    ),
+    ValueError,
+    "`axis_name` of init_state ... ('data',) ... ('host', 'data')",
+  ),
+  "parameters as a transformation": (init(jnp.zeros(3)), TypeError, "`tx`"),
+  "no mesh": (init(optax.sgd(0.1), mesh=None), TypeError, "`mesh`"),
+  "init of saved tables": (
+    init(OWNERS, zenjax.to_checkpoint(tables())),
+    ValueError,
+    "zenjax.from_checkpoint",
+  ),
+  # Gradients accumulated per device need a dimension to be split along.
+  "MultiSteps of a scalar": (
+    init(optax.MultiSteps(TX, 2), {"scale": jnp.zeros(())}),
+    ValueError,
+    "`state` ... MultiSteps ... (1,)",
+  ),
+  "axis of data_parallel that the mesh lacks": (
+    lambda: zenjax.data_parallel(lambda *a: a, MESH, "batch"),
+    ValueError,
+    "`axis_name` ... batch ... data",
+  ),
+  "axis of a step that the mesh lacks": (
+    axis_of_a_step,
+    NameError,
+    "`axis_name` ... 'batch' ... Your mesh has ('data',)",
+  ),
+  "a mesh as an axis": (
+    lambda: zenjax.zen_sync(MESH),  # type: ignore[arg-type]
+    ValueError,
+    "`axis_name` ... name of an axis ... Mesh",
+  ),
+  "lazy rows of owners": (
+    init(zenjax.lazy_rows(OWNERS), jnp.zeros((1000, 64))),
+    ValueError,
+    "`inner`",
+  ),
+  "copies of tables in data_parallel": (
+    step_of_copies,
+    ValueError,
+    "`replicas` ('pod',) ... plain jit",
+  ),
+  "a part of a table": (
+    unshard_a_part,
+    ValueError,
+    "`unshard` ... inside shard_map ... outside",
+  ),
+}
 
 
-def test_init_state_of_saved_tables():
-  mesh = runners.mesh(N)
-  table = zenjax.tables.shard(jnp.zeros((4096, 8)), mesh, "data")
-  saved = zenjax.to_checkpoint(table)
-  tx = zenjax.sharded_optimizer(optax.sgd(0.1), "data")
-  with pytest.raises(ValueError, match="zenjax.from_checkpoint"):
-    zenjax.init_state(tx, saved, mesh, "data")
-
-
-def test_multisteps_of_a_scalar():
-  """Gradients accumulated per device need a dimension to be split along."""
-  tx = optax.MultiSteps(optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1)), 2)
-  with pytest.raises(ValueError) as error:
-    zenjax.init_state(tx, {"scale": jnp.zeros(())}, runners.mesh(N), "data")
-  names(error, "`state`", "MultiSteps", "(1,)")
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+  call, kind, words = REFUSED[name]
+  with refused(kind, words):
+    call()
 
 
 def test_multisteps_that_were_not_made_by_init():
   """The raw error is of shapes that do not broadcast, deep in optax."""
-  tx = optax.MultiSteps(optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1)), 2)
-  params = {"t": jnp.zeros((40, 4)), "other": jnp.zeros(6)}
-  step = zenjax.data_parallel(
-    lambda state, x: (state, ()), runners.mesh(N), "data"
-  )
-  with pytest.raises(ValueError) as error:
+  tx, params = optax.MultiSteps(TX, 2), PARAMS | {"other": jnp.zeros(6)}
+  step = zenjax.data_parallel(lambda state, x: (state, ()), MESH, "data")
+  words = "`state`", "MultiSteps", "zenjax.init_state", "(6,)", "other"
+  with refused(ValueError, *words):
     step((params, tx.init(params)), jnp.zeros(N))
-  names(error, "`state`", "MultiSteps", "zenjax.init_state", "(6,)", "other")
   for made_by in (tx, optax.flatten(tx.gradient_transformation())):
-    made = zenjax.init_state(made_by, params, runners.mesh(N), "data")
-    step((params, made), jnp.zeros(N))
-
-
-def test_axis_of_data_parallel_that_the_mesh_lacks():
-  with pytest.raises(ValueError) as error:
-    zenjax.data_parallel(lambda *a: a, runners.mesh(N), "batch")
-  names(error, "`axis_name`", "batch", "data")
+    step((params, init(made_by, params)()), jnp.zeros(N))
 
 
 @pytest.mark.parametrize(
@@ -111,14 +167,11 @@ def test_batch_that_cannot_be_split(argument, remedy, remedied):
       one = jax.random.uniform(one)
     return state, one.sum()
 
-  mapped = zenjax.data_parallel(step, runners.mesh(N), "data")
-  with pytest.raises(ValueError) as error:
+  mapped = zenjax.data_parallel(step, MESH, "data")
+  words = "`batch[0]", "2 devices", str(argument.shape), remedy
+  with refused(ValueError, *words):
     mapped((), argument)
-  names(error, "`batch[0]", "2 devices", str(argument.shape), remedy)
   assert jnp.isfinite(mapped((), remedied)[1]).all()
-
-
-RAW = "raw key", "jax.random.key(seed)"
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -127,13 +180,11 @@ def test_a_raw_key_is_no_batch(n, within):
   """One device would draw by it, and two would get a half of it each."""
   key = jax.random.PRNGKey(0)
   step = lambda state, ids, given: (state, ids.sum())
-  mesh = runners.mesh(n)
-  mapped = zenjax.data_parallel(step, mesh, "data", aux_specs="sum")
+  mapped = zenjax.data_parallel(step, runners.mesh(n), "data", aux_specs="sum")
   given = {"dropout": key, "x": jnp.zeros(4)} if within else key
   for run in (mapped, jax.jit(mapped)):
-    with pytest.raises(ValueError) as error:
+    with refused(ValueError, "`batch[1]", "raw key", "jax.random.key(seed)"):
       run((), jnp.arange(4), given)
-    names(error, "`batch[1]", *RAW)
   wrapped = jax.random.wrap_key_data(key)
   assert int(mapped((), jnp.arange(4), wrapped)[1]) == 6
   # Numbers and several raw keys are split.
@@ -141,21 +192,22 @@ def test_a_raw_key_is_no_batch(n, within):
     assert int(mapped((), jnp.arange(4), other)[1]) == 6
 
 
-def test_what_is_no_batch():
-  tx = optax.chain(zenjax.zen_sync("data", sparse=True), optax.sgd(0.1))
-  params = {"t": jnp.zeros((40, 4))}
-  step = lambda state, *batch: (state, ())
-  mapped = zenjax.data_parallel(step, runners.mesh(N), "data")
-  for given, words in (
-    (tx.init(params), ("state of an optimizer", "`(params, opt_state)`")),
-    (optax.adam(0.1).init(params), ("state of an optimizer",)),
-    (optax.MultiSteps(tx, 2).init(params), ("state of an optimizer",)),
+@pytest.mark.parametrize(
+  ("given", "words"),
+  [
+    (TX.init(PARAMS), ("state of an optimizer", "`(params, opt_state)`")),
+    (optax.adam(0.1).init(PARAMS), ("state of an optimizer",)),
+    (optax.MultiSteps(TX, 2).init(PARAMS), ("state of an optimizer",)),
     (jnp.tanh, ("2 devices", repr(jnp.tanh), "keep it in the state")),
     ("train", ("'train'", "keep it in the state")),
-  ):
-    with pytest.raises(ValueError) as error:
-      mapped(params, jnp.zeros(4), given)
-    names(error, "`batch[1]", *words)
+  ],
+  ids=["zen_sync", "adam", "MultiSteps", "function", "text"],
+)
+def test_what_is_no_batch(given, words):
+  step = lambda state, *batch: (state, ())
+  mapped = zenjax.data_parallel(step, MESH, "data")
+  with refused(ValueError, "`batch[1]", *words):
+    mapped(PARAMS, jnp.zeros(4), given)
 
 
 _AUTOMATIC = jax.sharding.AxisType.Auto
@@ -178,84 +230,22 @@ _WORDS = ("table'", "(40, 4)", "gathered", "zenjax.tables.shard", "P()")
 def test_table_that_is_sharded_over_the_data(axis_type, spec):
   """It would be gathered on every device, in silence."""
   mesh, params = sharded(axis_type, spec)
-  tx = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))
   step = lambda state, x: (state, x.mean())
   step = zenjax.data_parallel(step, mesh, "data")
-  with pytest.raises(ValueError) as error:
-    zenjax.init_state(tx, params, mesh, "data")
-  names(error, "`params`", "'table'", *_WORDS, str(spec))
+  with refused(ValueError, "`params`", "'table'", *_WORDS, str(spec)):
+    zenjax.init_state(TX, params, mesh, "data")
   state = optax.EmptyState(), params
-  with pytest.raises(ValueError) as error:
+  with refused(ValueError, "`state`", "'1.table'", *_WORDS):
     step(state, jnp.zeros(N))
-  names(error, "`state`", "'1.table'", *_WORDS)
   if axis_type == _EXPLICIT:  # Of others nothing is seen under `jit`.
-    with pytest.raises(ValueError) as error:
+    with refused(ValueError, "`state`", *_WORDS):
       jax.jit(step).lower(state, jnp.zeros(N))
-    names(error, "`state`", *_WORDS)
 
 
 def test_table_that_is_sharded_over_another_axis():
   """`init` may gather columns, as zen_sync does; a step would keep all."""
   mesh, params = sharded(_AUTOMATIC, P(None, "model"))
-  tx = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))
-  zenjax.init_state(tx, params, mesh, "data")
+  zenjax.init_state(TX, params, mesh, "data")
   step = zenjax.data_parallel(lambda params, x: (params, 0), mesh, "data")
-  with pytest.raises(ValueError) as error:
+  with refused(ValueError, "`state`", *_WORDS):
     step(params, jnp.zeros(N))
-  names(error, "`state`", *_WORDS)
-
-
-def test_an_axis_that_the_mesh_of_a_step_lacks():
-  tx = zenjax.zen_sync("batch", sparse=True)
-  table = jnp.zeros((41, 4))
-  state = tx.init(table)
-
-  def step(state, ids):
-    table, state = state
-    updates, state = tx.update(jnp.ones_like(table), state, table)
-    return (table + updates, state), jnp.sum(ids)
-
-  train = zenjax.data_parallel(step, runners.mesh(N), "data")
-  with pytest.raises(NameError) as error:
-    jax.eval_shape(train, (table, state), jnp.arange(N))
-  names(error, "`axis_name`", "'batch'", "Your mesh has ('data',)")
-
-
-def test_an_axis_name_that_is_a_mesh():
-  with pytest.raises(ValueError) as error:
-    zenjax.zen_sync(runners.mesh(N))  # type: ignore[arg-type]
-  names(error, "`axis_name`", "name of an axis", "Mesh")
-
-
-def test_rows_of_owners_are_not_made_lazy():
-  owners = zenjax.sharded_optimizer(optax.sgd(0.1), "data")
-  tx = zenjax.lazy_rows(owners)
-  with pytest.raises(ValueError) as error:
-    zenjax.init_state(tx, jnp.zeros((1000, 64)), runners.mesh(N), "data")
-  names(error, "`inner`")
-
-
-def test_tables_with_copies_in_data_parallel():
-  mesh = jax.make_mesh((N, N), ("pod", "chip"))
-  state = zenjax.tables.shard(
-    jnp.ones((600, 4)), mesh, "chip", replicas="pod", tables=True
-  )
-  step = lambda state, x: (state, ())
-  with pytest.raises(ValueError) as error:
-    zenjax.data_parallel(step, mesh, ("pod", "chip"))(state, jnp.zeros(N * N))
-  names(error, "`replicas` ('pod',)", "plain jit")
-
-
-def test_a_part_of_a_table_is_not_unsharded():
-  mesh = runners.mesh(N)
-  table = zenjax.tables.shard(jnp.ones((600, 4)), mesh, "data", tables=True)
-  mapped = jax.shard_map(
-    zenjax.tables.unshard,
-    mesh=mesh,
-    in_specs=(zenjax.state_specs(table, "data"),),
-    out_specs=P(),
-    check_vma=False,
-  )
-  with pytest.raises(ValueError) as error:
-    jax.eval_shape(mapped, table)
-  names(error, "`unshard`", "inside shard_map", "outside")
