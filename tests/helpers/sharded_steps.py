@@ -98,3 +98,11 @@ def close(
   """Compares the numbers of two trees, leaf by leaf."""
   for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
     np.testing.assert_allclose(x, y, rtol=rtol, atol=atol, err_msg=name)
+
+
+def remembers() -> optax.GradientTransformation:
+  """Its state is what parameters were as it was made."""
+  return optax.GradientTransformation(
+    lambda params: optax.TraceState(params),
+    lambda updates, state, params=None: (updates, state),
+  )

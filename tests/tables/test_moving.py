@@ -12,6 +12,7 @@ import pytest
 from runners import mesh as mesh_of
 import sharded_steps
 from sharded_steps import close
+from sharded_steps import remembers
 from sharded_steps import split
 
 import zenjax
@@ -175,14 +176,6 @@ def test_a_run_that_moves_goes_on_as_one_that_never_did(
   got = trained(tx, got, BATCHES[2:], grid)
   got, want = zenjax.tables.unshard((got, want))
   close(got, want)
-
-
-def remembers() -> optax.GradientTransformation:
-  """Keeps of each row what it was as the state was made."""
-  return optax.GradientTransformation(
-    lambda params: optax.TraceState(params),
-    lambda updates, state, params=None: (updates, state),
-  )
 
 
 def test_back_on_the_same_devices_and_in_another_order():

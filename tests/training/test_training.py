@@ -58,10 +58,11 @@ def test_training_matches_one_device(way):
   tx = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.3))
 
   def step(state, *batch):
-    params, opt_state = own, _ = state
-    if mapped:
-      own = zenjax.unreduced(zenjax.unreduced(params, "data"), "data")
-    loss, grads = jax.value_and_grad(lookup_loss)(own, *batch)
+    params, opt_state = state
+    local = params
+    if mapped:  # Twice is the same as once.
+      local = zenjax.unreduced(zenjax.unreduced(params, "data"), "data")
+    loss, grads = jax.value_and_grad(lookup_loss)(local, *batch)
     updates, opt_state = tx.update(grads, opt_state, params)
     loss = lax.pmean(loss, "data") if mapped else loss
     return (optax.apply_updates(params, updates), opt_state), loss
