@@ -253,8 +253,10 @@ def run(case: Case):
     if case.again:  # Two runs have the same bits.
       again, _ = trained(step, first, batches)
       jax.tree.map(np.testing.assert_array_equal, again, state)
-    # Of an explicit type JAX says P() and then P(None).
-    assert step._cache_size() == 1 or "e" in case.kinds
+    # Of an explicit type JAX says P() and then P(None). With one owner the
+    # second step compiles again, too.
+    compiled_again = "e" in case.kinds or case.owners == 1
+    assert step._cache_size() == 1 or compiled_again
     return state, losses, zenjax.tables.unshard(state[0])
 
 
