@@ -3,16 +3,15 @@
 As in `test_programs.py`, some of the table is compiled by default.
 """
 
+import chips
 import hlo
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from benchmarks import targets
 import zenjax
 from zenjax import compress
 
@@ -35,7 +34,6 @@ COMPRESSORS = {
   "exdyna": compress.ExDyna(0.01),
   "micro_paper": compress.MiCRO(0.01, "paper", wire_dtype=jnp.bfloat16),
 }
-CHIPS = ("cpu", *targets.TPUS, "gpu-h200")
 DEFAULT = {
   ("int4", "v5e:2x4"),
   ("top_k", "v5e:2x4"),
@@ -45,27 +43,12 @@ DEFAULT = {
 SHAPE = (2048, 4096)
 
 
-def _cases():
-  for name in COMPRESSORS:
-    for chip in CHIPS:
-      marks = () if (name, chip) in DEFAULT else pytest.mark.every_target
-      yield pytest.param(name, chip, marks=marks)
-
-
-@pytest.mark.parametrize(("name", "chip"), [*_cases()])
+@pytest.mark.parametrize(("name", "chip"), chips.cases(COMPRESSORS, DEFAULT))
 def test_what_is_sent_is_small(name, chip):
-  try:
-    tpu = chip in targets.TPUS
-    devices = targets.tpu(chip) if tpu else targets.TARGETS[chip]()
-  except ImportError as error:
-    pytest.skip(str(error))
+  devices = chips.devices(chip)
   n = len(devices)
   mesh = Mesh(np.array(devices), ("data",))
-  compressor = COMPRESSORS[name]
-  tx = compress.all_reduce(compressor, "data")
-  placed = lambda x, spec: jax.ShapeDtypeStruct(
-    x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
-  )
+  tx = compress.all_reduce(COMPRESSORS[name], "data")
   params = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
   state = jax.eval_shape(
     lambda p: zenjax.init_state(tx, p, mesh, "data"), params
@@ -78,12 +61,13 @@ def test_what_is_sent_is_small(name, chip):
     out_specs=(P(), specs),
   )
   gradients = jax.ShapeDtypeStruct((n, *SHAPE), jnp.float32)
-  program = (
-    jax.jit(step, donate_argnums=1)
-    .lower(placed(gradients, P("data")), jax.tree.map(placed, state, specs))
-    .compile()
+  state = jax.tree.map(
+    lambda x, spec: chips.placed(x, mesh, spec), state, specs
   )
-  found = hlo.collectives(str(program.as_text()), n)
+  lowered = jax.jit(step, donate_argnums=1).lower(
+    chips.placed(gradients, mesh, P("data")), state
+  )
+  found = hlo.collectives(str(lowered.compile().as_text()), n)
   assert found
   whole = SHAPE[0] * SHAPE[1]
   # Operands in words of 32 bits; half of what a dense sum would send at most.

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+import chips
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernel_cases import indexing
 from kernel_cases import Shape
@@ -55,15 +55,6 @@ GPU["expand"] = GPU["compact"]
 NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 
 
-def devices_of(chip: str) -> Any:
-  try:
-    if chip in targets.TPUS:
-      return targets.tpu(chip)
-    return targets.TARGETS[chip]()
-  except ImportError as error:
-    return pytest.skip(str(error))
-
-
 def program(name: str, shape: Shape) -> tuple[Any, list[Any]]:
   """An operation as a function of arrays, and the types of these."""
   struct = jax.ShapeDtypeStruct
@@ -94,9 +85,9 @@ def program(name: str, shape: Shape) -> tuple[Any, list[Any]]:
 
 
 def _cases():
-  for shapes_of, chips in ((TPU, targets.TPUS), (GPU, (H200,))):
+  for shapes_of, each in ((TPU, targets.TPUS), (GPU, (H200,))):
     for name, shapes in shapes_of.items():
-      for chip in chips:
+      for chip in each:
         for shape in shapes:
           often = chip in ("v5e:2x4", H200)
           marks = () if often else pytest.mark.every_target
@@ -106,10 +97,9 @@ def _cases():
 @pytest.mark.parametrize(("chip", "name", "shape"), [*_cases()], ids=str)
 def test_kernel_compiles(chip, name, shape):
   """Registers of a GPU do not spill, and no table is copied."""
-  mesh = Mesh(np.array(devices_of(chip)[:1]), ("one",))
-  on = NamedSharding(mesh, P())
+  mesh = Mesh(np.array(chips.devices(chip)[:1]), ("one",))
   run, args = program(name, shape)
-  placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on) for x in args]
+  placed = [chips.placed(x, mesh, P()) for x in args]
   mapped = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P())
   donated = (0,) if name == "expand" else ()
   compiled: Any = (
@@ -133,7 +123,7 @@ def test_kernel_compiles(chip, name, shape):
   ],
 )
 def test_what_a_sync_takes(chip, dtype, kernels, taken):
-  mesh = Mesh(np.array(devices_of(chip)), ("data",))
+  mesh = Mesh(np.array(chips.devices(chip)), ("data",))
   tx = zenjax.zen_sync("data", sparse=True, partition="hash", kernels=kernels)
   step = jax.shard_map(
     lambda grads: tx.update(grads, tx.init(grads))[0],
@@ -141,8 +131,7 @@ def test_what_a_sync_takes(chip, dtype, kernels, taken):
     in_specs=P("data"),
     out_specs=P(),
   )
-  split = NamedSharding(mesh, P("data"))
-  table = jax.ShapeDtypeStruct((10_000 * mesh.size, 128), dtype, sharding=split)
-  text = jax.jit(step).lower(table).as_text()
+  table = jax.ShapeDtypeStruct((10_000 * mesh.size, 128), dtype)
+  text = jax.jit(step).lower(chips.placed(table, mesh, P("data"))).as_text()
   found = {x for x in OPERATIONS if f"zenjax_{x}" in text}
   assert found == (set(OPERATIONS) if taken else set())

@@ -11,17 +11,16 @@ from collections.abc import Callable
 import math
 from typing import Any, NamedTuple
 
+import chips
 import hlo
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
 
-from benchmarks import targets
 import zenjax
 
 pytestmark = pytest.mark.usefixtures("as_optax_computes")
@@ -29,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("as_optax_computes")
 # A table is 205 MB: smaller ones XLA may move to a TPU's fast memory and back.
 # 128 divides the columns of a device, or a TPU lays a table out anew.
 ROWS, WIDTH, LOOK_UPS, HIDDEN = 200_000, 256, 1024, 64
-CHIPS = ("cpu", *targets.TPUS, "gpu-h200")
 
 
 class Program(NamedTuple):
@@ -129,25 +127,14 @@ DEFAULT = {
 }
 
 
-def devices_of(chip):
-  try:
-    if chip in targets.TPUS:
-      return targets.tpu(chip)
-    return targets.TARGETS[chip]()
-  except ImportError as error:
-    return pytest.skip(str(error))
-
-
 def compiled(program: Program, devices: Any) -> Any:
   sizes = (len(devices),) if len(program.axes) == 1 else (-1, 2)
   mesh = Mesh(np.array(devices).reshape(sizes), program.axes)
   step, *tree = program.build(mesh)
 
   def placed(x, spec):
-    if x.shape == (ROWS, WIDTH):
-      spec = program.table
-    sharding = NamedSharding(mesh, spec)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    is_table = x.shape == (ROWS, WIDTH)
+    return chips.placed(x, mesh, program.table if is_table else spec)
 
   copies = [size for axis, size in mesh.shape.items() if axis != "model"]
   count = LOOK_UPS * math.prod(copies)
@@ -160,16 +147,9 @@ def compiled(program: Program, devices: Any) -> Any:
   return step.lower(*tree, *batch).compile()
 
 
-def _cases():
-  for name in PROGRAMS:
-    for chip in CHIPS:
-      marks = () if (name, chip) in DEFAULT else pytest.mark.every_target
-      yield pytest.param(name, chip, marks=marks)
-
-
-@pytest.mark.parametrize(("name", "chip"), [*_cases()])
+@pytest.mark.parametrize(("name", "chip"), chips.cases(PROGRAMS, DEFAULT))
 def test_program(name, chip):
-  devices = devices_of(chip)
+  devices = chips.devices(chip)
   program = compiled(PROGRAMS[name], devices)
   memory = program.memory_analysis()
   table = ROWS * WIDTH * 4  # bytes on a device

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from refusals import names
+from refusals import refused
 from refusals import trace
 
 import zenjax
@@ -113,6 +113,7 @@ STACK = jnp.zeros((2, R, 2))
   ids=["+", "lazy_rows", "with params", "apply_updates", "zen_sync", "psum"],
 )
 def test_a_stack_of_rows_is_no_gradient_of_one_table(use):
-  with pytest.raises(ValueError) as error:
+  with refused(
+    ValueError, "SparseRows ... is a stack ... (2, 3, 2) ... .to_dense()"
+  ):
     use(stacked())
-  names(error, "SparseRows", "is a stack", "(2, 3, 2)", ".to_dense()")

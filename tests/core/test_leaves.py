@@ -80,32 +80,40 @@ def test_many_leaves_in_one_exchange():
   assert most >= 3
 
 
+CHOSEN = {
+  "kernel": ((8, 8), F32),
+  "scale": ((), F32),
+  "no rows": ((0, 4), F32),
+  "no columns": ((4, 0), F32),
+}
+NOT_CHOSEN = CHOSEN | {
+  "embedding": ((400, 8), F32),
+  "half": ((9,), cases.BFLOAT16),
+  "count": ((3,), np.dtype(np.int32)),
+}
+
+
 def test_choosing_leaves_never_changes_the_result():
-  """Some leaves of the tree have no elements."""
+  """Leaves without elements, and leaves that share no buffer with others."""
   rng = np.random.default_rng(0)
-  sparse = {"a": {"embedding": False}, "b": True}
-  tx = zenjax.zen_sync("data", sparse=sparse)
-  shapes = {
-    "a": {"embedding": (400, 8)},
-    "b": {
-      "kernel": (8, 8),
-      "scale": (),
-      "no rows": (0, 4),
-      "no columns": (4, 0),
-    },
+  draw = lambda shape, dtype: (8 * rng.standard_normal((N, *shape))).astype(
+    dtype
+  )
+  trees = {"chosen": CHOSEN, "not chosen": NOT_CHOSEN}
+  stack = {
+    tree: {name: draw(*leaf) for name, leaf in leaves.items()}
+    for tree, leaves in trees.items()
   }
-  params = jax.tree.map(
-    jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple)
+  sparse = {"chosen": True, "not chosen": False}
+  tx = zenjax.zen_sync("data", sparse=sparse)
+  mean = lambda grads, _: tx.update(grads, tx.init(grads))[0]
+  got = runners.RUNNERS["shard_map_replicated"](mean, N)(stack)
+  count, local = (
+    got["not chosen"].pop("count"),
+    stack["not chosen"].pop("count"),
   )
-  stack = jax.tree.map(
-    lambda p: rng.standard_normal((N, *p.shape)).astype(F32), params
-  )
-  state = tx.init(params)
-  run = runners.RUNNERS["vmap"](lambda g, _: tx.update(g, state)[0], N)
-  for a, b in zip(
-    jax.tree.leaves(run(stack)), jax.tree.leaves(stack), strict=True
-  ):
-    oracle.check(a, b)
+  np.testing.assert_array_equal(count, [local.mean(axis=0, dtype=F32)] * N)
+  jax.tree.map(oracle.check, got, stack)
 
 
 @pytest.mark.parametrize(
@@ -128,13 +136,6 @@ def test_leaves_that_are_sparse_by_default(shape, dtype, sparse):
   leaf = jax.ShapeDtypeStruct(shape, dtype)
   state: Any = jax.eval_shape(zenjax.zen_sync("data").init, {"x": leaf})
   assert list(state.leaves) == ["x"] * sparse
-
-
-def test_leaves_by_the_names_of_the_report():
-  params = {"token_embed": {"w": jnp.zeros((9, 2))}, "head": jnp.zeros((9, 2))}
-  tx = zenjax.zen_sync("data", sparse=lambda name, leaf: "embed" in name)
-  state: Any = tx.init(params)
-  assert list(state.leaves) == ["token_embed.w"]
 
 
 INTEGERS = {

@@ -280,35 +280,35 @@ def _partitioned(compressor: Any, division: Any, shapes: Any = SHAPES) -> Row:
   )
 
 
-_EXACT = "exact"
+def _low_bit(bits: int) -> Row:
+  return _blocks(compress.LowBit(bits, block=BLOCK), low_bit(bits))
+
+
+def _drawn_low_bit(bits: int) -> Row:
+  compressor = compress.LowBit(bits, "stochastic", BLOCK)
+  return _blocks(compressor, low_bit(bits, True), keeps=False, draws=True)
+
+
+def _cast(dtype: Any) -> Row:
+  return _blocks(compress.Cast(dtype, BLOCK), cast(dtype))
+
+
 ROWS = {
-  "int8": _blocks(compress.LowBit(8, block=BLOCK), low_bit(8)),
-  "int4": _blocks(compress.LowBit(4, block=BLOCK), low_bit(4)),
-  "int2": _blocks(compress.LowBit(2, block=BLOCK), low_bit(2)),
-  "qsgd": _blocks(
-    compress.LowBit(4, "stochastic", BLOCK),
-    low_bit(4, True),
-    keeps=False,
-    draws=True,
-  ),
-  "terngrad": _blocks(
-    compress.LowBit(2, "stochastic", BLOCK),
-    low_bit(2, True),
-    keeps=False,
-    draws=True,
-  ),
-  "bfloat16": _blocks(compress.Cast(jnp.bfloat16, BLOCK), cast(jnp.bfloat16)),
-  "float16": _blocks(compress.Cast(jnp.float16, BLOCK), cast(jnp.float16)),
-  "e4m3": _blocks(
-    compress.Cast(jnp.float8_e4m3fn, BLOCK), cast(jnp.float8_e4m3fn)
-  ),
-  "e5m2": _blocks(compress.Cast(jnp.float8_e5m2, BLOCK), cast(jnp.float8_e5m2)),
+  "int8": _low_bit(8),
+  "int4": _low_bit(4),
+  "int2": _low_bit(2),
+  "qsgd": _drawn_low_bit(4),
+  "terngrad": _drawn_low_bit(2),
+  "bfloat16": _cast(jnp.bfloat16),
+  "float16": _cast(jnp.float16),
+  "e4m3": _cast(jnp.float8_e4m3fn),
+  "e5m2": _cast(jnp.float8_e5m2),
   "sign": _blocks(compress.Sign(BLOCK), sign),
   "one_bit": _blocks(compress.OneBit(BLOCK), one_bit),
   "vote": _blocks(compress.SignVote(BLOCK), vote, keeps=False),
   "power_sgd": Row(compress.PowerSGD(2, seed=1), power_sgd, near=2e-5),
   "top_k": _by_each(compress.TopK(0.05), sparsifiers.top_k),
-  "top_k_exact": _by_each(compress.TopK(0.05, _EXACT), sparsifiers.top_k),
+  "top_k_exact": _by_each(compress.TopK(0.05, "exact"), sparsifiers.top_k),
   "top_k_float16": _by_each(
     compress.TopK(0.05, wire_dtype=jnp.float16),
     sparsifiers.top_k,

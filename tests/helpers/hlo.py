@@ -18,27 +18,6 @@ _SHAPE = re.compile(r"[a-z]+\d+\[([\d,]*)\]")
 # One collective that a TPU runs beside other work is written several times.
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
-_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(")
-# What may give an array of the table's size: names for one that is there, and
-# updates of rows, which XLA does in place where its memory figures say so. A
-# fusion is what is in it, and that is looked at as well.
-_NO_PASS = {
-  "bitcast",
-  "call",
-  # Of look-ups that a SparseCore does: a start names its operands.
-  "call-done",
-  "call-start",
-  "call-update",
-  "conditional",
-  "dynamic-update-slice",
-  "fusion",
-  "get-tuple-element",
-  "parameter",
-  "scatter",
-  "tuple",
-  "while",
-}
-
 
 class Found(NamedTuple):
   """A collective of a compiled program."""
@@ -99,30 +78,3 @@ def _elements(match, devices):
     return total
   gathered = match[2] == "all-gather"
   return total * devices // (devices + 1) if gathered else total // 2
-
-
-def shapes(text: str) -> set[tuple[int, ...]]:
-  """Those of all arrays of one dimension at least."""
-  found = re.findall(r"\b[a-z]\w*\[([\d,]+)\]", text)
-  return {tuple(map(int, dims.split(","))) for dims in found}
-
-
-def passes(text: str, shape: tuple[int, int]) -> list[str]:
-  """Instructions that write an array of `shape` anew."""
-  of_table = f"[{shape[0]},{shape[1]}]"
-  found = []
-  for line in text.splitlines():
-    match = _INSTRUCTION.match(line)
-    if match and of_table in match[1] and match[2] not in _NO_PASS:
-      found.append(line.strip())
-  return found
-
-
-def copies(text: str, shape: tuple[int, int]) -> list[str]:
-  """Those of `passes` that are nothing but copies."""
-  return [x for x in passes(text, shape) if re.search(r" copy(-start)?\(", x)]
-
-
-def lines(found: list[str], pattern: str) -> list[int]:
-  """Where `pattern` stands."""
-  return [i for i, line in enumerate(found) if re.search(pattern, line)]

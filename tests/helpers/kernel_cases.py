@@ -8,14 +8,14 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from zenjax._src.core import compat
 from zenjax._src.core import indexing
 from zenjax._src.core.partition import Layout
+from zenjax.kernels.operations import OPERATIONS
 
 __all__ = (
+  "arguments",
   "assert_same_bits",
   "bits",
-  "compat",
   "indexing",
   "Layout",
   "received",
@@ -121,3 +121,30 @@ def bits(tree: Any) -> list[np.ndarray]:
 def assert_same_bits(got: Any, want: Any) -> None:
   for one, other in zip(bits(got), bits(want), strict=True):
     np.testing.assert_array_equal(one, other)
+
+
+def arguments(
+  name: str, shape: Any, count: int = 24, sums: Any = jnp.float32
+) -> tuple[Any, ...]:
+  """Arguments of an operation.
+
+  Args:
+    name: Of the operation.
+    shape: Of the table; for `merge`, as for `received`.
+    count: Rows of the buffer.
+    sums: The dtype in which rows are added up.
+  """
+  if name == "merge":
+    slots, rows = received(1, shape, 0.9)
+    return slots, rows, jnp.int32(shape[3]), *shape[3:5], sums
+  given, layout = table(shape, 1, 0.1, 0.0), shape.layout
+  if name == "mask_pack":
+    return given, layout
+  if name == "compact":
+    words = OPERATIONS["mask_pack"].reference(given, layout).words
+    first = jnp.zeros(shape.groups, jnp.int32)
+    return given, indexing.index(words), layout, first, count
+  # Neighbours, the last row and padding among them.
+  row = np.random.default_rng(0).permutation(count) + shape.rows + 1 - count
+  values = table(shape._replace(rows=count), 2, 1.0, 0.0)
+  return given, jnp.asarray(row, jnp.int32), values

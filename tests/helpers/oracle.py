@@ -127,14 +127,9 @@ def check_replicas(result, label: str = "") -> None:
     result: what each device holds, `[n, ...]`.
     label: named in the message.
   """
-  words = bits(np.asarray(result))
-  differs = words != words[:1]
-  if differs.any():
-    where = tuple(int(i) for i in np.argwhere(differs)[0])
-    raise AssertionError(
-      f"{label}: replicas differ in {int(differs.sum())} elements; at {where}"
-      f" {words[where]:#x} against {words[(0, *where[1:])]:#x} on device 0"
-    )
+  result = np.asarray(result)
+  first = np.broadcast_to(result[:1], result.shape)
+  check_same_bits(result, first, f"{label}: replicas")
 
 
 def check_same_bits(a, b, label: str = "", *, any_nan: bool = False) -> None:

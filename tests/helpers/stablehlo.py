@@ -1,5 +1,6 @@
 """What stands in a lowered program: collectives, and where."""
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -22,46 +23,46 @@ class Found(NamedTuple):
   inside: tuple[str, ...]  # branches and loops around it
 
 
-def collectives(lowered: Any) -> list[Found]:
-  """Every collective of a lowered program, calls followed."""
+def _functions(lowered: Any) -> dict[str, Any]:
+  """The functions of a lowered program, by name."""
   module = lowered.compiler_ir("stablehlo")
-  functions = {
-    op.attributes["sym_name"].value: op
+  return {
+    op.attributes["sym_name"].value: op.operation
     for op in module.body.operations
     if op.operation.name == "func.func"
   }
+
+
+def _blocks(op: Any) -> list[list[Any]]:
+  """The operations that are directly in an operation, block by block."""
+  blocks = [block for region in op.regions for block in region.blocks]
+  return [[inner.operation for inner in block.operations] for block in blocks]
+
+
+def collectives(lowered: Any) -> list[Found]:
+  """Every collective of a lowered program, calls followed."""
+  functions = _functions(lowered)
   found: list[Found] = []
 
   def walk(op, inside):
-    for region in op.operation.regions:
-      for block in region.blocks:
-        for inner in block.operations:
-          name = inner.operation.name
-          if name in _COLLECTIVES:
-            found.append(_describe(inner, inside))
-          elif name in ("func.call", "call"):
-            callee = inner.operation.attributes["callee"].value
-            walk(functions[callee], inside)
-          else:
-            deeper = (*inside, name) if name in _BRANCHES else inside
-            walk(inner, deeper)
+    for inner in itertools.chain(*_blocks(op)):
+      if inner.name in _COLLECTIVES:
+        found.append(_describe(inner, inside))
+      elif inner.name in ("func.call", "call"):
+        walk(functions[inner.attributes["callee"].value], inside)
+      else:
+        deeper = (*inside, inner.name) if inner.name in _BRANCHES else inside
+        walk(inner, deeper)
 
   walk(functions["main"], ())
   return found
 
 
 def _describe(op: Any, inside: tuple[str, ...]) -> Found:
-  operand = jax_shape(op.operation.operands[0].type)
-  size = math.prod(operand[0])
-  name = op.operation.name.removeprefix("stablehlo.")
-  return Found(name, size, operand[1], inside)
-
-
-def jax_shape(tensor: Any) -> tuple[tuple[int, ...], str]:
-  *dims, dtype = (
-    str(tensor).removeprefix("tensor<").removesuffix(">").split("x")
-  )
-  return tuple(int(d) for d in dims), dtype
+  text = str(op.operands[0].type).removeprefix("tensor<").removesuffix(">")
+  *shape, dtype = text.split("x")
+  name = op.name.removeprefix("stablehlo.")
+  return Found(name, math.prod(map(int, shape)), dtype, inside)
 
 
 def unordered(lowered: Any) -> list[str]:
@@ -69,24 +70,15 @@ def unordered(lowered: Any) -> list[str]:
 
   Devices may run such a pair in different orders, and wait for each other.
   """
-  module = lowered.compiler_ir("stablehlo")
-  functions = {
-    op.attributes["sym_name"].value: op.operation
-    for op in module.body.operations
-    if op.operation.name == "func.func"
-  }
+  functions = _functions(lowered)
 
   def inside(op):
     """All operations of an operation, itself included, calls followed."""
     yield op
     if op.name in ("func.call", "call"):
       yield from inside(functions[op.attributes["callee"].value])
-    for block in blocks(op):
-      for inner in block.operations:
-        yield from inside(inner.operation)
-
-  def blocks(op):
-    return [block for region in op.regions for block in region.blocks]
+    for inner in itertools.chain(*_blocks(op)):
+      yield from inside(inner)
 
   def groups(op):
     over = lambda x: [
@@ -98,9 +90,9 @@ def unordered(lowered: Any) -> list[str]:
 
   found = []
   every = [x for op in functions.values() for x in inside(op)]
-  for block in [block for op in every for block in blocks(op)]:
+  for block in itertools.chain(*map(_blocks, every)):
     before, maker, seen = {}, {}, []
-    for op in [x.operation for x in block.operations]:
+    for op in block:
       used = [value for x in inside(op) for value in x.operands]
       direct = {maker[value] for value in used if value in maker}
       number = len(before)

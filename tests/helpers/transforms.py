@@ -13,40 +13,30 @@ N = 4
 
 # A table, an ordinary kernel and a bias of another dtype.
 SHAPES = {
-  "user": {"embedding": ((300, 12), jnp.float32)},
-  "dense": {"kernel": ((6, 4), jnp.float32), "bias": ((4,), jnp.bfloat16)},
+  "user": {"embedding": jax.ShapeDtypeStruct((300, 12), jnp.float32)},
+  "dense": {
+    "kernel": jax.ShapeDtypeStruct((6, 4), jnp.float32),
+    "bias": jax.ShapeDtypeStruct((4,), jnp.bfloat16),
+  },
 }
 SPARSE = {"user": True, "dense": False}
 
 
-def is_shape(x):
-  return isinstance(x, tuple)
-
-
 def make_params(seed=0):
   rng = np.random.default_rng(seed)
-  return jax.tree.map(
-    lambda s: jnp.asarray(rng.standard_normal(s[0]), s[1]),
-    SHAPES,
-    is_leaf=is_shape,
-  )
+  draw = lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype)
+  return jax.tree.map(draw, SHAPES)
 
 
 def make_stack(seed, density=0.1, n=N):
   """Local gradients for `make_params`, tables with `density` of their rows."""
   rng = np.random.default_rng(seed)
-
-  def leaf(spec):
-    shape, dtype = spec
-    dtype = np.dtype(dtype)
-    if len(shape) < 2 or shape[0] < 50:
-      return rng.standard_normal((n, *shape)).astype(dtype)
-    x = cases.normal(rng, n, shape[0], shape[1], dtype)
-    count = round(density * shape[0])
-    ids = [rng.permutation(shape[0])[:count] for _ in range(n)]
-    return cases.keep(x, ids)
-
-  return jax.tree.map(leaf, SHAPES, is_leaf=is_shape)
+  draw = lambda x: rng.standard_normal((n, *x.shape)).astype(x.dtype)
+  stack = jax.tree.map(draw, SHAPES)
+  rows = SHAPES["user"]["embedding"].shape[0]
+  ids = [rng.permutation(rows)[: round(density * rows)] for _ in range(n)]
+  table = cases.keep(stack["user"]["embedding"], ids)
+  return stack | {"user": {"embedding": table}}
 
 
 def zen(**options):

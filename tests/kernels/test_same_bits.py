@@ -184,25 +184,8 @@ def test_nan_is_not_zero_where_it_has_the_bits_of_a_negative_one():
   assert jnp.isnan(cleared).tolist() == [[False, True], [False, False]]
 
 
-def _mask_pack(shape):
-  return kernel_cases.table(shape, 0, 0.1, 0.0), shape.layout
-
-
-def _compact(shape, capacity):
-  bitmap = indexing.index(jnp.zeros((8, shape.layout.words), jnp.uint32))
-  table = kernel_cases.table(shape, 0, 0.1, 0.0)
-  return table, bitmap, shape.layout, jnp.zeros(8, jnp.int32), capacity
-
-
-def _expand(shape, count):
-  table = kernel_cases.table(shape, 0, 0.1, 0.0)
-  return table, jnp.zeros(count, jnp.int32), table[:count]
-
-
-def _merge(capacity, dtype, width=16):
-  case = (8, 40, width, 640, 100, "float32")
-  slots, rows = kernel_cases.received(0, case, 0.5)
-  return slots, rows, jnp.int32(9), 640, capacity, jnp.dtype(dtype)
+def received(capacity, width):
+  return 8, 40, width, 640, capacity, "float32"
 
 
 @pytest.mark.parametrize(
@@ -219,18 +202,13 @@ def _merge(capacity, dtype, width=16):
     ("tpu", "compact", (Shape(7, 128, 8, "bfloat16"), 1), "at least 8 rows"),
     ("tpu", "expand", (Shape(99, 64, 8, "float16"), 8), "zenjax.packed"),
     ("tpu", "expand", (Shape(99, 128, 8), 0), "at least"),
-    ("cuda", "merge", (0, "float32"), "at least"),
-    ("cuda", "merge", (3, "bfloat16"), "sums"),
-    ("tpu", "merge", (3, "float32"), "zenjax.packed"),
-    ("tpu", "merge", (3, "bfloat16", 128), "sums"),
+    ("cuda", "merge", (received(0, 16),), "at least"),
+    ("cuda", "merge", (received(3, 16), 24, jnp.bfloat16), "sums"),
+    ("tpu", "merge", (received(3, 16),), "zenjax.packed"),
+    ("tpu", "merge", (received(3, 128), 24, jnp.bfloat16), "sums"),
   ],
 )
 def test_refuses_and_says_what_it_serves(platform, name, args, words):
-  made = {
-    "mask_pack": _mask_pack,
-    "compact": _compact,
-    "expand": _expand,
-    "merge": _merge,
-  }[name](*args)
+  made = kernel_cases.arguments(name, *args)
   with pytest.raises(NotImplementedError, match=words):
     OPERATIONS[name].kernel(platform)(*made, interpret=True)

@@ -43,7 +43,7 @@ THEN = {
 
 
 def test_the_table_holds_all_that_optax_has():
-  left = optax_table.public_names() - set(OPTAX) - set(optax_table.LEFT_OUT)
+  left = set(optax_table.PUBLIC) - set(OPTAX) - set(optax_table.LEFT_OUT)
   assert not left
 
 
@@ -211,7 +211,15 @@ def split(rows, dense):
 
 
 # Of each kind one: all others by `-m more`.
-_OWNED = ("adam", "apply_if_finite", "named_chain", "novograd", "lamb")
+_OWNED = (
+  "adam",
+  "apply_if_finite",
+  "named_chain",
+  "novograd",
+  "lamb",
+  "multi_transform",
+  "schedule_free",
+)
 
 
 @precise
@@ -264,7 +272,9 @@ def run_owners(name, then):
   return "right"
 
 
-@pytest.mark.parametrize("name", usual(_OWNED, "adam", "lamb"))
+@pytest.mark.parametrize(
+  "name", usual(_OWNED, "adam", "lamb", "multi_transform")
+)
 def test_sharded_optimizer(name):
   run_owners(name, "alone")
 

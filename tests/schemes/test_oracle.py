@@ -58,29 +58,19 @@ def test_a_single_contribution_to_a_sum_is_exact():
     oracle.check(result, stack, "sum")
 
 
-@pytest.mark.parametrize("device", [0, 2])
-def test_a_row_left_local_is_seen_on_any_device(device):
-  stack = cases.half(np.random.default_rng(0), 3, 37, 5, F32)
-  result = right(stack)
-  row = int(np.argmax(oracle.nonzero_rows(stack).any(axis=0)))
-  result[device, row] = 0
-  with pytest.raises(AssertionError, match="wrong"):
-    oracle.check(result, stack)
-
-
 def test_replicas_must_agree_on_the_sign_of_zero_and_on_subnormals():
   stack = cases.minus_zero(np.random.default_rng(0), 2, 3, 2, F32)
   result = np.zeros_like(stack)
   oracle.check(result, stack)
   oracle.check(-result, stack)
   result[1, 2, 1] = -0.0
-  with pytest.raises(AssertionError, match="replicas differ in 1"):
+  with pytest.raises(AssertionError, match="replicas: 1 elements differ"):
     oracle.check_replicas(result)
   stack = cases.keep(np.full((2, 3, 2), 1e-40, F32), [[1], []])
   flushed, kept = np.zeros_like(stack), right(stack)
   oracle.check(flushed, stack)
   oracle.check(kept, stack)
-  with pytest.raises(AssertionError, match="replicas differ"):
+  with pytest.raises(AssertionError, match="replicas: .* differ"):
     oracle.check(np.stack([flushed[0], kept[0]]), stack)
 
 

@@ -175,14 +175,6 @@ def test_bitmap_is_chosen_where_it_is_smaller():
     assert declared.first[0].words == 8 * (1 + index + push * 8)
 
 
-def test_no_collective_over_the_table_outside_the_dense_path():
-  rows, width = 400_001, 31
-  lowered = steps.lower_sync({"a": table(rows, width)}, runners.mesh(8))
-  for found in collectives(lowered):
-    if not found.inside or found.op != "all_reduce":
-      assert found.words < rows * width // 4
-
-
 def test_small_leaf_takes_psum_by_default():
   tx = zenjax.zen_sync("data")
   step = jax.shard_map(

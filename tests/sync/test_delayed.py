@@ -235,22 +235,29 @@ REFUSED = {
   "row gradients": (
     lambda: updated({"table": ROWS}),
     TypeError,
-    ("'table'", "SparseRows", "jax.value_and_grad"),
+    "'table' ... SparseRows ... jax.value_and_grad",
   ),
   "init outside": (
     lambda: zenjax.delayed(zenjax.zen_sync("data"), "data").init(W),
     ValueError,
-    ("`delayed`", "zenjax.init_state"),
+    "`delayed` ... zenjax.init_state",
   ),
   "other gradients": (
     lambda: updated({"w": W}, {"w": W[:2]}),
     ValueError,
-    ("`state` of delayed", "(1, 2, 2)", "(1, 3, 2)", "zenjax.init_state"),
+    "`state` of delayed ... (1, 2, 2) ... (1, 3, 2) ... zenjax.init_state",
   ),
-  "another axis": (
+  "no axis": (
     lambda: zenjax.delayed(zenjax.zen_sync("data"), ()),
     ValueError,
-    ("`axis_name`",),
+    "`axis_name`",
+  ),
+  "a chain that never synchronizes": (
+    lambda: trained(
+      chained(optax.identity()), models.problem(1, 2, 1), runners.mesh(2)
+    ),
+    ValueError,
+    "synchronizes nothing",
   ),
 }
 
@@ -258,12 +265,5 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(case):
   call, kind, words = REFUSED[case]
-  with pytest.raises(kind) as error:
+  with refusals.refused(kind, words):
     call()
-  refusals.names(error, *words)
-
-
-def test_a_chain_that_never_synchronizes_is_refused():
-  tx = chained(optax.identity())
-  with pytest.raises(ValueError, match="synchronizes nothing"):
-    trained(tx, models.problem(1, 2, 1), runners.mesh(2))

@@ -1,7 +1,7 @@
 """zen_sync in plain `jit` on explicit axes: rows, and arrays left unreduced."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import hlo
 import jax
@@ -9,6 +9,10 @@ from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
+import jit_steps
+from jit_steps import Case
+from jit_steps import EXAMPLES
+from jit_steps import ROWS
 import numpy as np
 import optax
 import pytest
@@ -17,7 +21,6 @@ from usual import usual
 import zenjax
 from zenjax import compress
 
-ROWS, WIDTH, BATCH, STEPS = 3000, 8, 64, 3
 FOUR = jax.devices()[:4]
 LINE = jax.make_mesh((4,), ("data",), devices=FOUR)
 GRID = jax.make_mesh((2, 2), ("data", "model"), devices=FOUR)
@@ -55,7 +58,7 @@ def of_both_axes(params, ids, targets):
 def two_look_ups(params, ids, targets):
   """Of a shape each; one after the other they would have to move."""
   table = params["table"]
-  pairs = lax.reshape(ids, (BATCH // 2, 2), out_sharding=P("data", None))
+  pairs = lax.reshape(ids, (EXAMPLES // 2, 2), out_sharding=P("data", None))
   more = jnp.mean(look_up(table, pairs[:, :1]) ** 2)
   return squared(params, look_up(table, ids), targets) + more
 
@@ -69,7 +72,7 @@ def after_steps(params, ids, targets):
 def in_turns(x):
   """`[B, ...]` as `[8, B / 8, ...]`, of which devices share every turn."""
   spec = P("data", *[None] * x.ndim)
-  cut = lax.reshape(x, (BATCH // 8, 8, *x.shape[1:]), out_sharding=spec)
+  cut = lax.reshape(x, (EXAMPLES // 8, 8, *x.shape[1:]), out_sharding=spec)
   return jnp.moveaxis(cut, 1, 0)
 
 
@@ -81,76 +84,16 @@ def scanned(params, ids, targets):
   return lax.scan(turn, jnp.zeros(()), parts)[0]
 
 
-class Case(NamedTuple):
-  loss: Callable[..., jax.Array]
-  mesh: Any = LINE
-  table: Any = P()
-  axes: Any = "data"
-
-
+BOTH = ("data", "model")
+COLUMNS = P(None, "model")
 CASES = {
-  "one look-up": Case(one_look_up),
-  "columns": Case(by_columns, GRID, P(None, "model")),
-  "batch and columns": Case(
-    of_both_axes, GRID, P(None, "model"), ("data", "model")
-  ),
-  "two look-ups": Case(two_look_ups),
-  "after steps": Case(after_steps),
-  "scan": Case(scanned),
+  "one look-up": Case(one_look_up, LINE),
+  "columns": Case(by_columns, GRID, table=COLUMNS),
+  "batch and columns": Case(of_both_axes, GRID, BOTH, table=COLUMNS),
+  "two look-ups": Case(two_look_ups, LINE),
+  "after steps": Case(after_steps, LINE),
+  "scan": Case(scanned, LINE),
 }
-
-
-def drawn(rng):
-  shapes = {"table": (ROWS, WIDTH), "dense": (WIDTH, 4)}
-  return {k: rng.standard_normal(s, np.float32) for k, s in shapes.items()}
-
-
-def train(case: Case, tx, value_and_grad):
-  """Returns losses, parameters, the state, and the compiled program."""
-  rng = np.random.default_rng(0)
-  params: Any = drawn(rng)
-  with jax.set_mesh(case.mesh):
-    params = jax.device_put(params, {"table": case.table, "dense": P()})
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state, ids, targets):
-      loss, grads = value_and_grad(case.loss)(params, ids, targets)
-      updates, state = tx.update(grads, state, params)
-      return optax.apply_updates(params, updates), state, loss
-
-    losses, batch = [], ()
-    for _ in range(STEPS):
-      ids = rng.integers(0, ROWS, BATCH, np.int32)
-      batch = ids, rng.standard_normal((BATCH, 4), np.float32)
-      batch = jax.device_put(batch, P("data"))
-      params, state, loss = step(params, state, *batch)
-      losses.append(float(loss))
-    compiled: Any = step.lower(params, state, *batch).compile()
-  return losses, params, state, compiled.as_text()
-
-
-def compare(case: Case, got, want, *, arrays: bool):
-  """Losses and parameters are equal, and no table's size is summed."""
-  losses, params, state, program = got
-  np.testing.assert_allclose(losses, want[0], rtol=1e-6)
-  for key, x in want[1].items():
-    np.testing.assert_allclose(params[key], x, rtol=1e-5, atol=1e-6)
-    assert params[key].sharding.is_equivalent_to(x.sharding, 2), key
-  for leaf in jax.tree.leaves(state):
-    if leaf.sharding.is_fully_replicated:
-      parts = [np.asarray(shard.data) for shard in leaf.addressable_shards]
-      assert all([np.array_equal(part, parts[0]) for part in parts])
-  columns = WIDTH if case.table == P() else WIDTH // 2
-  large = lambda program: [
-    found
-    for found in hlo.collectives(program)
-    if found.elements >= ROWS * columns
-  ]
-  assert large(want[3])
-  # The dense path of arrays is a loop, which turns where it is taken.
-  dense = [found for found in large(program) if not (arrays and found.inside)]
-  assert not dense
 
 
 def test_rows_of_other_programs_on_automatic_axes_stay_dense():
@@ -173,9 +116,8 @@ def test_rows_of_other_programs_on_automatic_axes_stay_dense():
 def test_rows(name):
   case, adagrad = CASES[name], optax.adagrad(0.1)
   tx = optax.chain(zenjax.zen_sync(case.axes), zenjax.lazy_rows(adagrad))
-  got = train(case, tx, zenjax.value_and_grad)
-  want = train(case, adagrad, jax.value_and_grad)
-  compare(case, got, want, arrays=False)
+  got = jit_steps.train(case, tx, zenjax.value_and_grad)
+  jit_steps.check(case, got, adagrad)
 
 
 def unsummed_gradients(loss):
@@ -217,27 +159,28 @@ def accumulated(loss):
 def test_arrays(name, value_and_grad):
   case, adagrad = CASES[name], optax.adagrad(0.1)
   tx = optax.chain(zenjax.zen_sync(case.axes), adagrad)
-  got = train(case, tx, value_and_grad)
-  want = train(case, adagrad, jax.value_and_grad)
-  compare(case, got, want, arrays=True)
-  pushes = [x for x in hlo.collectives(got[3]) if x.op == "all-to-all"]
-  gathers = [x for x in hlo.collectives(got[3]) if x.op == "all-gather"]
+  got = jit_steps.train(case, tx, value_and_grad)
+  jit_steps.check(case, got, adagrad, arrays=True)
   # One exchange of eight parts: a push and a pull, and those of further rounds.
-  assert len([x for x in (*pushes, *gathers) if not x.inside]) <= 3
+  moves = [
+    found
+    for found in hlo.collectives(got.program)
+    if found.op in ("all-to-all", "all-gather") and not found.inside
+  ]
+  assert len(moves) <= 3
 
 
 def test_owners():
   case, adagrad = CASES["one look-up"], optax.adagrad(0.1)
   tx = zenjax.sharded_optimizer(adagrad, "data")
-  got = train(case, tx, unsummed_gradients)
-  want = train(case, adagrad, jax.value_and_grad)
-  compare(case, got, want, arrays=True)
+  got = jit_steps.train(case, tx, unsummed_gradients)
+  jit_steps.check(case, got, adagrad, arrays=True)
 
 
 def test_owners_want_parameters_whole():
   tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "data")
   with pytest.raises(ValueError, match="`params` must be replicated.*'table'"):
-    train(CASES["columns"], tx, zenjax.value_and_grad)
+    jit_steps.train(CASES["columns"], tx, zenjax.value_and_grad)
 
 
 def tables(name, leaf):
@@ -257,59 +200,42 @@ APART: dict[str, Callable[[str | None], optax.GradientTransformation]] = {
 }
 
 
-def run_apart(tx, mesh, mapped: bool):
-  """Returns losses, parameters and the state of what devices keep apart."""
-  rng = np.random.default_rng(0)
-  params: Any = drawn(rng)
-
-  def plain(params, state, ids, targets):
-    seen = zenjax.unreduced(params, "data")
-    loss, grads = jax.value_and_grad(one_look_up)(seen, ids, targets)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, loss
+def train_in_shard_map(case, tx):
+  """The same steps, by gradients of what each device has of the batch."""
+  devices = case.mesh.size
 
   def of_a_device(params, ids, targets):
     found = params["table"][ids] @ params["dense"]
-    return jnp.mean((found - targets) ** 2) / mesh.size
+    return jnp.mean((found - targets) ** 2) / devices
 
-  def local(params, state, ids, targets):
-    loss, grads = jax.value_and_grad(of_a_device)(params, ids, targets)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, lax.psum(loss, "data")
+  def step(state, batch):
+    params, opt_state = state
+    loss, grads = jax.value_and_grad(of_a_device)(params, *batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), loss * devices
 
-  losses, specs = [], None
-  with jax.set_mesh(mesh):
-    params = jax.device_put(params, P())
-    state = zenjax.init_state(tx, params, mesh, "data")
-    step: Any = plain
-    if mapped:
-      specs = zenjax.state_specs(state, "data")
-      step = jax.shard_map(
-        local,
-        in_specs=(P(), specs, P("data"), P("data")),
-        out_specs=(P(), specs, P()),
-        check_vma=False,
-      )
-    step = jax.jit(step)
-    for _ in range(STEPS):
-      ids = rng.integers(0, ROWS, BATCH, np.int32)
-      batch = ids, rng.standard_normal((BATCH, 4), np.float32)
-      batch = jax.device_put(batch, P("data"))
-      params, state, loss = step(params, state, *batch)
-      losses.append(float(loss))
-  return losses, params, state
+  params, batches = jit_steps.drawn(case)
+  state = params, zenjax.init_state(tx, params, case.mesh, "data")
+  step, losses = jax.jit(zenjax.data_parallel(step, case.mesh, "data")), []
+  for batch in batches:
+    state, loss = step(state, batch)
+    losses.append(float(loss))
+  return losses, *state
 
 
 @pytest.mark.parametrize("name", usual(APART, "micro"))
 def test_what_devices_keep_apart_is_that_of_shard_map(name):
   """Residuals and momentum, bit for bit; parts are added."""
+  case = CASES["one look-up"]
   chained = lambda op: optax.chain(APART[name](op), optax.sgd(0.5))
-  losses, *got = run_apart(chained(None), LINE, mapped=False)
-  expected, *want = run_apart(chained("sum"), LINE, mapped=True)
-  np.testing.assert_allclose(losses, expected, rtol=1e-6)
-  assert jax.tree.structure(got) == jax.tree.structure(want)
-  for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
-    np.testing.assert_array_equal(one, other)
+  tx = chained(None)
+  init = lambda params: zenjax.init_state(tx, params, LINE, "data")
+  got = jit_steps.train(case, tx, unsummed_gradients, init)
+  losses, params, state = train_in_shard_map(case, chained("sum"))
+  np.testing.assert_allclose(got.losses, losses, rtol=1e-6)
+  jax.tree.map(
+    np.testing.assert_array_equal, (got.params, got.state), (params, state)
+  )
 
 
 def test_compressors_want_parts_of_whole_leaves():
@@ -381,15 +307,19 @@ def spread_rows(axes):
     return {"t": zenjax.SparseRows(placed[0], placed[1], 600)}
 
 
-def unreduced(axes):
-  with jax.set_mesh(GRID):
+def unreduced(axes, mesh=GRID):
+  with jax.set_mesh(mesh):
     ones: Any = jax.device_put(jnp.ones((4096, 4)), P())
     return jax.jit(
       lambda x: jax.grad(lambda x: x.sum())(zenjax.unreduced(x, axes))
     )(ones)
 
 
+AUTOMATIC = jax.make_mesh(
+  (4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=FOUR
+)
 REFUSED = {
+  "automatic axes": (lambda: unreduced("data", AUTOMATIC), "an automatic axis"),
   "rows of more axes": (
     lambda: spread_rows(("data", "model")),
     "`axis_name` must name all axes over which the batch is sharded.*'t'",
@@ -410,14 +340,3 @@ def test_refuses_by_name(name):
   make, words = REFUSED[name]
   with pytest.raises(ValueError, match=words):
     updated(zenjax.zen_sync("data"), make(), GRID)
-
-
-def test_automatic_axes_leave_no_array_unsummed():
-  mesh = jax.make_mesh(
-    (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
-  )
-  with (
-    jax.set_mesh(mesh),
-    pytest.raises(ValueError, match="an automatic axis"),
-  ):
-    jax.jit(lambda x: zenjax.unreduced(x, "data"))(jnp.ones(3))

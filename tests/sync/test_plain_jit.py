@@ -1,20 +1,22 @@
 """zen_sync in plain `jit`: row gradients of a batch that XLA spreads."""
 
-import re
 from typing import Any
 
+import hlo
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+import jit_steps
+from jit_steps import Case
+from jit_steps import ROWS
+from jit_steps import WIDTH
 import numpy as np
 import optax
 import pytest
 
 import zenjax
-
-ROWS, WIDTH = 3000, 16
 
 
 def mesh_of(kind=AxisType.Auto, **axes):
@@ -25,109 +27,47 @@ def mesh_of(kind=AxisType.Auto, **axes):
   return jax.make_mesh(sizes, tuple(axes), axis_types=kinds, devices=devices)
 
 
-def batches(size, steps=3):
-  rng = np.random.default_rng(size)
-  for _ in range(steps):
-    ids = rng.integers(0, ROWS, (size, 3), np.int32)
-    yield ids, rng.standard_normal((size, 4), np.float32)
-
-
-def loss_fn(params, ids, targets):
-  """Two look-ups of a table, and a dense layer."""
-  looked_up = params["table"][ids[:, :2]].mean(1) + params["table"][ids[:, 2]]
+def two_look_ups(params, ids, targets):
+  pairs = params["table"][jnp.stack([ids, (ids + 1) % ROWS], 1)]
+  looked_up = pairs.mean(1) + params["table"][ids]
   return jnp.mean((looked_up @ params["dense"] - targets) ** 2)
-
-
-def drawn():
-  rng = np.random.default_rng(0)
-  shapes = {"table": (ROWS, WIDTH), "dense": (WIDTH, 4)}
-  return {k: rng.standard_normal(s, np.float32) for k, s in shapes.items()}
-
-
-def train(tx, value_and_grad, params: Any, batch_sharding, size=40) -> Any:
-  """Returns losses, parameters, the state, and the lowered step."""
-  # With its state on one device the step would be compiled twice.
-  everywhere = NamedSharding(batch_sharding.mesh, P())
-  on_one = lambda x: len(x.sharding.device_set) == 1
-  state = jax.tree.map(
-    lambda x: jax.device_put(x, everywhere) if on_one(x) else x,
-    tx.init(params),
-  )
-
-  @jax.jit
-  def step(params, state, ids, targets):
-    loss, grads = value_and_grad(loss_fn)(params, ids, targets)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, loss
-
-  losses, batch = [], ()
-  for batch in batches(size):
-    batch = jax.device_put(batch, batch_sharding)
-    params, state, loss = step(params, state, *batch)
-    losses.append(float(loss))
-  lowered = step.lower(params, state, *batch)
-  return losses, params, state, lowered
 
 
 GRID = mesh_of(data=2, model=2)
 LINE = mesh_of(data=4)
-# Mesh, axes of the exchange, shardings of table, dense layer and batch.
-MESHES = {
-  "one axis": (LINE, "data", P(), P(), P("data")),
-  "FSDP, columns": (GRID, "data", P(None, "model"), P("data"), P("data")),
-  "two axes": (GRID, ("data", "model"), P(), P(), P(("data", "model"))),
-  "batch everywhere": (LINE, "data", P(), P(), P()),
+BOTH = ("data", "model")
+CASES = {
+  "FSDP, columns": Case(
+    two_look_ups, GRID, table=P(None, "model"), dense=P("data")
+  ),
+  "two axes": Case(two_look_ups, GRID, BOTH, batch=P(BOTH)),
+  # Four devices do not divide 37 times two look-ups and one.
+  "batch everywhere": Case(two_look_ups, LINE, batch=P(), examples=37),
 }
 
 
 def test_owners_update_what_they_sum():
   """A norm over all leaves, of rows of owners and of a layer of everyone."""
-  mesh, axis, *_, batch = MESHES["one axis"]
-  params = jax.device_put(drawn(), NamedSharding(mesh, P()))
-  spread = NamedSharding(mesh, batch)
-  inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1))
-  losses, want, _, _ = train(inner, jax.value_and_grad, params, spread)
-  tx = zenjax.sharded_optimizer(optax.adagrad(0.1), axis, clip_norm=0.5)
-  found, got, state, _ = train(tx, zenjax.value_and_grad, params, spread)
-  np.testing.assert_allclose(found, losses, rtol=1e-6)
-  for key in params:
-    np.testing.assert_allclose(got[key], want[key], rtol=1e-5, atol=1e-6)
-  squares = state.inner[0].sum_of_squares["table"].value
+  case = Case(two_look_ups, LINE)
+  tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "data", clip_norm=0.5)
+  got = jit_steps.train(case, tx, zenjax.value_and_grad)
+  clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1))
+  jit_steps.check(case, got, clipped)
+  squares = got.state.inner[0].sum_of_squares["table"].value
   rows = squares.addressable_shards[0].data.shape[0]
-  assert rows * mesh.size == squares.shape[0] >= ROWS
-  assert not int(state.sync.mean)  # It summed.
+  assert rows * LINE.size == squares.shape[0] >= ROWS
+  assert not int(got.state.sync.mean)  # It summed.
 
 
-@pytest.mark.parametrize(
-  "name", ["FSDP, columns", "two axes", "batch everywhere"]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_equals_the_plain_program(name):
-  mesh, axes, table, dense, batch = MESHES[name]
-  # Four devices do not divide 37 times two look-ups and one.
-  size = 37 if name == "batch everywhere" else 40
-  shardings = {"table": table, "dense": dense}
-  params = {
-    key: jax.device_put(x, NamedSharding(mesh, shardings[key]))
-    for key, x in drawn().items()
-  }
-  spread = NamedSharding(mesh, batch)
-  tx = optax.adagrad(0.1)
-  losses, want, _, _ = train(tx, jax.value_and_grad, params, spread, size)
-  tx = optax.chain(zenjax.zen_sync(axes), zenjax.lazy_rows(tx))
-  found, got, state, lowered = train(
-    tx, zenjax.value_and_grad, params, spread, size
-  )
-  program = lowered.compile().as_text()
-  np.testing.assert_allclose(found, losses, rtol=1e-6)
-  for key in params:
-    np.testing.assert_allclose(got[key], want[key], rtol=1e-5, atol=1e-6)
-    assert got[key].sharding.is_equivalent_to(want[key].sharding, 2), key
-  # Nothing as large as the table, or as its columns on a device, is summed.
-  sums = re.findall(r"f32\[(\d+),\d+\][^=]* all-reduce", program)
-  assert str(ROWS) not in sums
-  assert " all-to-all(" in program
+  case, adagrad = CASES[name], optax.adagrad(0.1)
+  tx = optax.chain(zenjax.zen_sync(case.axes), zenjax.lazy_rows(adagrad))
+  got = jit_steps.train(case, tx, zenjax.value_and_grad)
+  jit_steps.check(case, got, adagrad)
+  assert "all-to-all" in {x.op for x in hlo.collectives(got.program)}
   devices = 2 if name == "FSDP, columns" else 4
-  assert zenjax.stats(state)["table"]["devices"] == devices
+  assert zenjax.stats(got.state)["table"]["devices"] == devices
 
 
 def plan_of(table, mesh=(("data", 4),)):
@@ -166,7 +106,9 @@ def test_a_plan_decides_how_rows_of_a_batch_travel(kind, table):
     ),
     "dense": jax.device_put(np.ones((WIDTH, 4)), NamedSharding(mesh, P())),
   }
-  state = tx.init(jax.tree.map(jnp.zeros_like, drawn()))
+  state = tx.init(
+    {"table": jnp.zeros((ROWS, WIDTH)), "dense": jnp.zeros((WIDTH, 4))}
+  )
   with jax.set_mesh(mesh):
     got, state = jax.jit(tx.update)(grads, state)
   want, found = np.zeros((2, ROWS + 1, WIDTH))  # The last one is padding.
@@ -226,7 +168,6 @@ REFUSED = {
     ValueError,
     "`axis_name` must name axes of the mesh.*'model'",
   ),
-  "the name of an axis": ({"mesh": "data"}, None, TypeError, "`mesh` must be"),
 }
 
 
@@ -242,19 +183,18 @@ def test_refuses_by_name(name):
     jax.jit(lambda grads, state: tx.update(grads, state)[0])(grads, state)
 
 
-OWNERS_REFUSED = {
-  "arrays": (jax.value_and_grad, {}, P(), "XLA has summed"),
-  "a mean": (zenjax.value_and_grad, {"op": "mean"}, P(), "`op` must be 'sum'"),
-}
-
-
-@pytest.mark.parametrize("name", OWNERS_REFUSED)
-def test_owners_refuse_by_name(name):
-  value_and_grad, given, batch, words = OWNERS_REFUSED[name]
-  tx = zenjax.sharded_optimizer(optax.sgd(0.1), "data", mesh=LINE, **given)
-  spread = NamedSharding(LINE, batch)
+@pytest.mark.parametrize(
+  ("value_and_grad", "options", "words"),
+  [
+    (jax.value_and_grad, {}, "XLA has summed"),
+    (zenjax.value_and_grad, {"op": "mean"}, "`op` must be 'sum'"),
+  ],
+  ids=["arrays", "a mean"],
+)
+def test_owners_refuse_by_name(value_and_grad, options, words):
+  tx = zenjax.sharded_optimizer(optax.sgd(0.1), "data", mesh=LINE, **options)
   with pytest.raises(ValueError, match=words):
-    train(tx, value_and_grad, drawn(), spread)
+    jit_steps.train(Case(two_look_ups, LINE), tx, value_and_grad)
 
 
 def test_a_mapped_axis_is_not_the_mesh_s():
