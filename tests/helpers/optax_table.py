@@ -18,6 +18,8 @@ import optax
 from optax import contrib
 from optax import transforms
 
+import zenjax
+
 # Tables `a` and `b`, and leaves that are none.
 SHAPES = {"a": (61, 3), "b": (23, 5), "bias": (4,), "kernel": (6, 4)}
 TABLES = ("a", "b")
