@@ -144,6 +144,12 @@ REFUSED: dict[Any, dict[str, tuple[Any, str]]] = {
       "`tx` 'data'",
     ),
     # Other arguments.
+    "one array, mesh": (given(mesh=None), "`mesh` sparse_pmean Leave it out"),
+    "one array, op": (given(op="sum"), "`op` sparse_pmean Leave it out"),
+    "one array, number": (
+      lambda: zenjax.sparse_pmean(1.0, "data"),
+      "`x` SparseRows float",
+    ),
     "no loss": (
       lambda: zenjax.value_and_grad(cast(Any, T)),
       "`fun` function dict",
