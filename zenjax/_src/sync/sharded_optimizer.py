@@ -307,7 +307,8 @@ class Owners:
       if not is_sharded(table):
         continue
       what = f"Table {name.partition('.')[2] or leaf_util.ONLY!r}"
-      if table.batch_axes == self.options.axes:
+      # A saved table has no axes.
+      if table.batch_axes in ((), self.options.axes):
         sharded_table.require_devices(what, table.devices, devices)
       else:
         raise ValueError(
