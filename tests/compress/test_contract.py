@@ -439,6 +439,20 @@ def test_a_name_is_read_again(compressor):
 
 
 @pytest.mark.parametrize("name", CODECS)
+def test_a_block_is_sent_by_its_own_numbers_alone(name):
+  """Also the last one of a leaf, which is not full."""
+  compressor = models.ROWS[name].compressor
+  tx = compress.all_reduce(compressor, "data", leaves=True)
+  rest = compressor.block // 2 + 1
+  stack = gradients(0, 2, {"x": (2 * compressor.block + rest,)})
+  other = {"x": stack["x"].copy()}
+  other["x"][:, : compressor.block] *= 1e4
+  other["x"][0, 3] = np.nan
+  first, second = [compressing.once(tx, x)["x"] for x in (stack, other)]
+  np.testing.assert_array_equal(first[:, -rest:], second[:, -rest:])
+
+
+@pytest.mark.parametrize("name", CODECS)
 def test_small_and_large_numbers_arrive(name):
   """Numbers that a scale cannot reach become zero, and never NaN."""
   compressor = models.ROWS[name].compressor

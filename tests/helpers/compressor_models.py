@@ -97,7 +97,7 @@ def one_bit(x: np.ndarray, uniform: np.ndarray) -> np.ndarray:
 
 
 def in_blocks(rule: Rule, sizes: Sizes, draws: bool = False) -> Model:
-  """All leaves in blocks, each leaf filled up with its own start."""
+  """All leaves in blocks, each last one filled up with its own numbers."""
   n = int(np.prod(sizes))
   slices = sizes[-1] if len(sizes) > 1 else 1
 
@@ -107,7 +107,9 @@ def in_blocks(rule: Rule, sizes: Sizes, draws: bool = False) -> Model:
       flat = x.reshape(n, -1)
       size = -(-flat.shape[1] // BLOCK) * BLOCK
       start = sum(part.shape[1] for part in parts)
-      parts.append(np.stack([np.resize(device, size) for device in flat]))
+      whole = flat.shape[1] // BLOCK * BLOCK
+      last = [np.resize(device[whole:], size - whole) for device in flat]
+      parts.append(np.concatenate([flat[:, :whole], np.stack(last)], axis=1))
       spans[name] = start, start + flat.shape[1]
     blocks = np.concatenate(parts, axis=1).reshape(n, -1, BLOCK)
     blocks = np.pad(blocks, ((0, 0), (0, -blocks.shape[1] % n), (0, 0)))

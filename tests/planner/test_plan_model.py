@@ -236,6 +236,10 @@ def test_no_plan_by_one_way_for_all_tables_is_better():
       ["`profile` of 'table'", "100000"],
     ),
     (dict(profile={}, trace="x"), ["`trace`", "`profile`"]),
+    (
+      dict(profile={"table": profile(2 * BATCH, 3 * BATCH)}),
+      ["`profile`", f"{2 * BATCH} rows of 'table'", f"only {BATCH} lookups"],
+    ),
     (dict(capacities={"x": (1, 2)}), ["`capacities`", "'x'"]),
     (dict(capacities=(16, 64)), ["`capacities` must map"]),
     (dict(capacities={"table": (9, 3)}), ["push <= pull", "(9, 3)"]),

@@ -197,6 +197,35 @@ def net_loss(net, ids):
   return jnp.mean((net(ids) - 1) ** 2)
 
 
+@pytest.mark.parametrize("by_owners", [False, True])
+def test_nnx_modules_as_the_state_of_a_step_are_tuned(by_owners):
+  """What `nnx.split` returns would keep the old sizes, in its graph."""
+  mesh, inner = runners.mesh(N), optax.adagrad(0.1)
+  tables = zenjax.zen_sync("data", sparse=True)
+  tx = optax.chain(tables, zenjax.lazy_rows(inner))
+  if by_owners:
+    tx = zenjax.sharded_optimizer(inner, "data", mesh=mesh, sparse=True)
+
+  def step(state, ids):
+    net, optimizer = state
+    loss_fn = lambda net: jnp.mean((net(ids) - 1) ** 2)
+    loss, grads = zenjax.value_and_grad(loss_fn)(net)
+    optimizer.update(net, grads)
+    return (net, optimizer), loss
+
+  run, sent = jax.jit(mapped(step)), []
+  net = nnx.Embed(4096, WIDTH, rngs=nnx.Rngs(0))
+  state = net, nnx.Optimizer(net, tx, wrt=nnx.Param)
+  for _ in range(2):
+    for seed in range(3):
+      few = np.random.default_rng(seed).permutation(4096)[:8]
+      state, _ = run(state, np.tile(few, 64 * N))
+    (table,) = zenjax.stats(state[1].opt_state).values()
+    sent.append(table["wire_bytes"])
+    state[1].opt_state = zenjax.tune(state[1].opt_state)
+  assert sent[1] < sent[0] / 2
+
+
 def split_step(graph):
   """A step of a model and an optimizer that `nnx.split` took apart."""
 

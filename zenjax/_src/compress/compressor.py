@@ -222,12 +222,12 @@ def _in_blocks(
   """Returns `[M, block]` of all leaves; `devices` divides `M`."""
   parts = []
   for leaf in leaves:
-    # Zeros would make the mean of the last block smaller.
-    missing = -leaf.size % block
-    parts += [
-      leaf.reshape(-1),
-      jnp.resize(leaf.reshape(-1)[:missing], (missing,)),
-    ]
+    flat = leaf.reshape(-1)
+    parts.append(flat)
+    if rest := leaf.size % block:
+      # The last block is filled with its own numbers: zeros would make its mean
+      # smaller, and others could change its scale.
+      parts.append(jnp.resize(flat[-rest:], (block - rest,)))
   blocks = jnp.concatenate(parts).reshape(-1, block)
   return jnp.pad(blocks, ((0, -blocks.shape[0] % devices), (0, 0)))
 

@@ -182,12 +182,21 @@ def ask(
       f" {profile!r}. Pass the result of `zenjax.planner.profile(state)`."
     )
   check_names("profile", known, list(rows))
+  look_ups = {g.name: g.look_ups for g in gradients}
   for name, x in known.items():
     if max(x.rows, x.fullest) > 1.001 * rows[name]:
       raise ValueError(
         f"`profile` of {name!r} must count rows of that table, which has"
         f" {rows[name]}, got {x}. Take the state of a run with the same table,"
         " or count different rows, as `len(np.unique(ids))` does."
+      )
+    most = look_ups[name]
+    if most is not None and x.rows > 1.001 * most:
+      raise ValueError(
+        f"`{'profile' if trace is None else 'trace'}` must count batches of the"
+        f" same size: a device touches {x.rows:g} rows of {name!r} there, but"
+        f" makes only {most} lookups here. Count such batches, or give the"
+        " shapes of larger ones."
       )
   # What was counted says more than what the loss does with a table.
   sparse = {name for name, x in known.items() if x.union < rows[name]}

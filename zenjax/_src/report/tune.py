@@ -4,6 +4,7 @@ import collections
 from collections.abc import Iterator, Sequence
 import dataclasses
 import itertools
+import math
 from typing import Any, NamedTuple
 import warnings
 
@@ -239,9 +240,14 @@ def _by_counts(members: Sequence[_Leaf]) -> Iterator[Change]:
   needs = np.maximum(each.sum(0), 1)
   row_bytes = 4 * sizes.width / sizes.column_groups
   round_bytes = _round_bytes(sizes, scheme, row_bytes)
-  cost = lambda size: _cost(needs, size, row_bytes, round_bytes)
   now = [sum(x.sizes.push for x in members), sum(x.sizes.pull for x in members)]
-  cost_now, rows_now = cost(now), _rows(needs, now)
+  margin = SPARSE[scheme].union_margin
+  if math.isinf(margin):  # Nothing is pulled.
+    needs, now, margin = needs[:, [0, 0]], [now[0], now[0]], 1.0
+  # What has fitted so far. Better sizes have room for all of `needs`.
+  fitted = np.maximum(needs / [1, margin], 1)
+  cost_now = _cost(fitted, now, row_bytes, round_bytes)
+  rows_now = _rows(fitted, now)
   shares = each.sum(1) / needs.sum(0)  # [members, 2]
   divided = list(zip(members, shares))
   if scheme == "zen" and sizes.devices == 2 and not stays:
@@ -268,7 +274,9 @@ def _by_counts(members: Sequence[_Leaf]) -> Iterator[Change]:
       staying.append(member)
   if staying and len(staying) < len(members):
     yield from _by_counts(staying)
-  elif staying and cost_now > _LEAST_GAIN * cost(best):
+  elif staying and cost_now > _LEAST_GAIN * _cost(
+    needs, best, row_bytes, round_bytes
+  ):
     for member, share in divided:
       choice = LeafChoice(scheme, _part(best * share, member))
       yield Change(member.name, choice, rows_now / rows)

@@ -12,6 +12,7 @@ further rounds, and sums in rank order, so that replicas are bit-identical.
 
 from collections.abc import Sequence
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ class AllGather(Scheme):
   """Gathers ids and rows over all axes by one collective."""
 
   name: str = "all_gather"
+  union_margin: float = math.inf
 
   def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
     del sizes, column_groups

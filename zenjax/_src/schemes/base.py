@@ -129,6 +129,8 @@ class Scheme(abc.ABC):
       that a dense sum does not have.
     dense_push: Whether each push sums whole tables. Buffers then hold all rows
       until you give sizes or call `zenjax.tune`, to have one push.
+    union_margin: How many times the rows of `plan.pull` a union may have in one
+      round; infinite if any union fits that was pushed.
   """
 
   name: str
@@ -136,6 +138,7 @@ class Scheme(abc.ABC):
   unit: int | None = None
   break_even: float = 0.5
   dense_push: bool = False
+  union_margin: float = 1.0
 
   @abc.abstractmethod
   def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:

@@ -190,6 +190,7 @@ class RecursiveDoubling(AllGather):
   """
 
   name: str = "recursive_doubling"
+  union_margin: float = _MARGIN
 
   def held_rows(self, plan: ExchangePlan, context: Context) -> int:
     return [plan.push, *(held for _, held in rows_of(plan, context))][-1]
