@@ -35,19 +35,14 @@ def packed(codes: jax.Array, bits: int) -> jax.Array:
   low = lax.bitcast_convert_type(codes, jnp.uint32) & np.uint32(2**bits - 1)
   low = jnp.pad(low.T, ((0, -codes.shape[1] % (32 // bits)), (0, 0)))
   low = low.reshape(-1, 32 // bits, codes.shape[0])
-  return jnp.sum(low << _shifts(bits), axis=1, dtype=jnp.uint32).T
+  return jnp.sum(low << wire.shifts(bits), axis=1, dtype=jnp.uint32).T
 
 
 def unpacked(words: jax.Array, bits: int) -> jax.Array:
   """Inverse of `packed`, for integers with a sign; keeps the padding."""
-  high = words.T[:, None] << (np.uint32(32 - bits) - _shifts(bits))
+  high = words.T[:, None] << (np.uint32(32 - bits) - wire.shifts(bits))
   codes = lax.bitcast_convert_type(high, jnp.int32) >> np.int32(32 - bits)
   return codes.reshape(-1, words.shape[0]).T
-
-
-def _shifts(bits: int) -> jax.Array:
-  """Returns where the integers of a word begin, `[1, 32 / bits, 1]`."""
-  return jnp.arange(0, 32, bits, dtype=jnp.uint32).reshape(1, -1, 1)
 
 
 def checked(scale: jax.Array, x: jax.Array) -> jax.Array:

@@ -97,7 +97,7 @@ def to_words(x: jax.Array) -> jax.Array:
   flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % (4 // size))))
   parts = lax.bitcast_convert_type(flat, f"uint{8 * size}")
   parts = parts.reshape(x.shape[0], 4 // size, -1).astype(jnp.uint32)
-  return jnp.sum(parts << _shifts(size), axis=1, dtype=jnp.uint32)
+  return jnp.sum(parts << shifts(8 * size), axis=1, dtype=jnp.uint32)
 
 
 def from_words(
@@ -108,14 +108,14 @@ def from_words(
   if size == 8:
     words = words.reshape(batch, -1, 2)
   if size < 4:
-    words = (words[:, None] >> _shifts(size)).astype(f"uint{8 * size}")
+    words = (words[:, None] >> shifts(8 * size)).astype(f"uint{8 * size}")
   flat = lax.bitcast_convert_type(words, dtype).reshape(batch, -1)
   return flat[:, : math.prod(shape)].reshape(batch, *shape)
 
 
-def _shifts(size: int) -> jax.Array:
-  """Returns where parts of a word of `size` bytes begin, `[1, parts, 1]`."""
-  return jnp.arange(0, 32, 8 * size, dtype=jnp.uint32).reshape(1, -1, 1)
+def shifts(bits: int) -> jax.Array:
+  """Returns where the parts of a word begin, `[1, 32 / bits, 1]`."""
+  return jnp.arange(0, 32, bits, dtype=jnp.uint32).reshape(1, -1, 1)
 
 
 def index_words(capacity: int, num_slots: int) -> int:
