@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -473,6 +474,17 @@ def test_a_demanded_form_may_be_slower_than_pmean():
   )
   assert made.gain < 0.2 and made.better == "pmean"
   assert "no difference" not in str(made)
+
+
+def test_a_plan_compares_with_tables_that_xla_shards():
+  make = functools.partial(
+    plan_of_tables, {"a": (80_000, 64)}, 4096, tx=ADAGRAD, topology=HOSTS
+  )
+  by_xla = make(forms={"a": XLA})
+  for made in (make(), by_xla):
+    (ms,) = re.findall(r"with tables sharded by XLA ([\d.]+) ms", str(made))
+    assert float(ms) == pytest.approx(1e3 * by_xla.seconds, rel=0.01)
+  assert "sharded by XLA" not in str(make(tx=optax.adam(0.1)))
 
 
 def test_one_small_table_saves_the_latency_of_an_all_reduce():

@@ -70,6 +70,24 @@ def test_equals_the_plain_program(name):
   assert zenjax.stats(got.state)["table"]["devices"] == devices
 
 
+@pytest.mark.parametrize("output", ["rows", "dense"])
+def test_a_norm_behind_zen_sync_is_not_communicated(output):
+  case, adagrad = Case(two_look_ups, LINE), optax.adagrad(0.1)
+  sync = zenjax.zen_sync("data", output=output)
+  lazy = zenjax.lazy_rows if output == "rows" else lambda tx: tx
+  train = lambda *txs: jit_steps.train(
+    case, optax.chain(sync, *txs, lazy(adagrad)), zenjax.value_and_grad
+  )
+  got = train(optax.snapshot("norm", zenjax.global_norm))
+  norm = optax.tree.get(got.state, "norm")
+  plain = optax.chain(optax.snapshot("norm", optax.tree.norm), adagrad)
+  want = jit_steps.train(case, plain, jax.value_and_grad)
+  want = optax.tree.get(want.state, "norm")
+  np.testing.assert_allclose(norm, want, rtol=1e-5)
+  count = lambda got: len(hlo.collectives(got.program))
+  assert count(got) == count(train())
+
+
 def plan_of(table, mesh=(("data", 4),)):
   """A plan in which only the table is the caller's."""
   dense = zenjax.planner.LeafPlan(

@@ -72,9 +72,10 @@ def all_reduce(
   Numbers are sent with at most the digits and the range of float32.
 
   The result is an approximation of `lax.pmean`, bit-identical on all devices.
-  With error feedback, a device adds to its gradient what it has not sent yet,
-  and so does a device that adds up for others with its own errors: nothing is
-  lost, and errors are made good in later steps. A NaN arrives as NaN, with most
+  With error feedback, each device keeps what it could not send, and adds it to
+  its next gradient. A device that adds up for others keeps the rounding errors
+  of its sums in the same way. So everything arrives, some of it in later steps.
+  A NaN arrives as NaN, with most
   compressors together with its block or matrix, and leaves no trace in what is
   kept. A sparsifier may send it some steps later.
 

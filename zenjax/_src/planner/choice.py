@@ -6,7 +6,7 @@ exchanges is tried: each leaf takes the best way that the set allows, and the
 set with the shortest step wins.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import itertools
 import math
@@ -114,19 +114,20 @@ def _within(leaves: Sequence[Ways], limit: float) -> list[Way] | None:
     chosen[leaf] = way
 
 
-def reason(ways: Ways, chosen: Way) -> str:
+def reason(ways: Ways, chosen: Way, words: Callable[[Way], str]) -> str:
   """Compares the chosen way with the next best one, in words for a plan.
 
   Args:
     ways: All ways of a leaf, each as if the leaf had its own exchange.
     chosen: The chosen way.
+    words: Describes a way.
   """
   times = {way: x.seconds for way, x in ways.items() if way != chosen}
   if not times:
     return ""
   second = min(times, key=lambda way: times[way])
   ratio = times[second] / max(ways[chosen].seconds, 1e-12)
-  text = f"{plans.in_words(*second)} takes {ratio:.3g}x as long"
+  text = f"{words(second)} takes {ratio:.3g}x as long"
   if MARGIN <= ratio < 1 / MARGIN:
     return f"{text}, within the error of predictions"
   if ratio >= 1:

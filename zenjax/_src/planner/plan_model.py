@@ -480,11 +480,17 @@ def _reason(
   """
   if gradient.name in question.forms:
     return "demanded"
-  reason = choice.reason(ways, way)
+
+  def words(way: Way) -> str:
+    text = plans.in_words(*way)
+    if question.optimizer is None:
+      return text
+    return plans.with_form(text, plans.form_of(way.scheme))
+
+  reason = choice.reason(ways, way, words)
   part = ways[fastest].seconds / max(ways[way].seconds, 1e-12)
   if fastest != way and part < 1:
-    words = plans.in_words(*fastest)
-    reason = f"{words} takes {part:.3g}x as long, but too much memory"
+    reason = f"{words(fastest)} takes {part:.3g}x as long, but too much memory"
   if way == PMEAN and reason.endswith("by itself"):
     reason += ", but the whole step would gain too little"
   if reason and gradient.is_table and gradient.name not in question.profiles:

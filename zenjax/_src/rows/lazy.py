@@ -224,9 +224,10 @@ def warn_of_decay(analysis: RowAnalysis, names: Sequence[str]) -> None:
   if tables:
     warnings.warn(
       "Weight decay, or whatever moves rows without a gradient, acts only on"
-      f" the rows of {tables} that a step touches. Exclude these tables, by"
-      " `mask=` of the optimizer or `optax.masked`. For plain training, use"
-      ' `zen_sync(.., output="dense")` without `lazy_rows`.',
+      f" the rows of {tables} that a step touches. If you do not want that,"
+      " exclude these tables by `mask=` of the optimizer or `optax.masked`. To"
+      " train as without zenjax, use your optimizer behind `zen_sync(..,"
+      ' output="dense")`, without `lazy_rows` or `sharded_optimizer`.',
       stacklevel=2,
     )
 

@@ -73,8 +73,9 @@ def refuse_sharded(
   tree: Any,
   argument: str,
   by: str,
-  remedy: str = "Use `zenjax.sharded_optimizer(tx, axis_name)` instead of"
-  " zen_sync and lazy_rows, or by `optax.partition` for this table",
+  remedy: str = "Use `zenjax.sharded_optimizer(tx, axis_name)` in place of"
+  " zen_sync and lazy_rows. With `optax.partition`, you can use it for this"
+  " table alone",
 ) -> None:
   """Raises ValueError if a tree has a sharded table, or an update of one.
 

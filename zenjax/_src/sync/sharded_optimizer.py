@@ -657,9 +657,10 @@ def _require_replicated(params: Any) -> None:
     if not is_sharded(leaf) and any(compat.explicit_spec(leaf)):
       raise ValueError(
         "`params` must be replicated for sharded_optimizer, but leaf"
-        f" {name!r} is sharded by {jax.typeof(leaf).sharding.spec}. Shard"
-        " tables with `zenjax.tables.shard`, and give other leaves another"
-        " transformation with `optax.partition`."
+        f" {name!r} is sharded by {jax.typeof(leaf).sharding.spec}. Replicate"
+        " it with `jax.device_put(x, jax.P())`. To shard a table, use"
+        " `zenjax.tables.shard`. A leaf that must stay sharded needs another"
+        " transformation, by `optax.partition`."
       )
 
 

@@ -20,12 +20,15 @@ def global_norm(updates: Any, axis_name: AxisName | None = None) -> jax.Array:
   Use it in place of `optax.global_norm`: rows of the same index are added up
   before they are squared.
 
-  In a per-device step, gradients belong to one device, and so does their norm.
-  With `axis_name` they are averaged over devices first. This sends all
-  gradients once more, as `zen_sync` does with its default options. In plain
-  `jit`, XLA also sends all rows of row gradients, to add up repeated ones.
-  After `zen_sync`, in a chain or on its result, `global_norm(synced)` gives the
-  same number without communication.
+  To log the norm, put `optax.snapshot("grad_norm", zenjax.global_norm)` right
+  behind `zen_sync` in the chain. It costs no communication, and after a step
+  `optax.tree.get(opt_state, "grad_norm")` is the norm.
+
+  Before `zen_sync`, communication is necessary. In plain `jit`, XLA exchanges
+  the gradients of all lookups, which can be several times what `zen_sync`
+  sends. In a per-device step, gradients belong to one device, and so does their
+  norm. With `axis_name` they are averaged over devices first, which exchanges
+  all gradients once more.
 
   Args:
     updates: A tree of arrays and SparseRows.

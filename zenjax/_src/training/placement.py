@@ -276,9 +276,9 @@ def require_replicated(
     if split is not None and spec == PartitionSpec():
       raise ValueError(
         f"`{argument}` must be replicated, but leaf {name!r} of shape"
-        f" {np.shape(leaf)} is sharded by {split} and would be gathered. Shard"
-        " tables with `zenjax.tables.shard`, and place other leaves with"
-        " `jax.device_put(x, jax.NamedSharding(mesh, jax.P()))`."
+        f" {np.shape(leaf)} is sharded by {split} and would be gathered."
+        " Replicate it with `jax.device_put(x, jax.NamedSharding(mesh,"
+        " jax.P()))`. To shard a table, use `zenjax.tables.shard`."
       )
 
 
