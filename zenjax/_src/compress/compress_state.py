@@ -34,7 +34,9 @@ class Residual(NamedTuple):
 
 
 class CompressState(NamedTuple):
-  """State of `zenjax.compress.all_reduce`; all but residuals equal on devices.
+  """State of `zenjax.compress.all_reduce`.
+
+  Residuals and momenta differ between devices, all else is equal.
 
   Example:
     >>> import jax

@@ -112,7 +112,7 @@ def local_steps(
     inner = optax.adamw(1e-3)
     outer = optax.chain(
       zenjax.compress.all_reduce(zenjax.compress.LowBit(bits=4), "data"),
-      optax.sgd(0.7, momentum=0.9, nesterov=True),
+      optax.sgd(0.7, momentum=0.5, nesterov=True),
     )
     local = zenjax.local_steps(loss_fn, inner, 32, "data")
     inner_state = zenjax.init_state(local, params, mesh, "data")

@@ -95,12 +95,13 @@ def from_checkpoint(
 
   - The state that `sharded_optimizer` keeps for a row, and the rows of sharded
     tables, move to the new owners without any change.
-  - Gradients that wait on each device are added up or joined by zeros, and with
-    `op="mean"` scaled by new over old number of devices, so that what they will
-    add to the parameters stays the same. This concerns residuals and
-    momenta of `compress.all_reduce`, gradients that `delayed` keeps, and
-    gradients that `optax.MultiSteps` accumulates before any of them or a
-    `sharded_optimizer`.
+  - Gradients that wait on each device will move the parameters as far as
+    before. On fewer devices, each new device waits with the sum of some old
+    ones. On more devices, some begin with zeros. If devices average, gradients
+    are also multiplied by the new number of devices over the old one. This
+    concerns residuals and momenta of `compress.all_reduce`, gradients that
+    `delayed` keeps, and gradients that `optax.MultiSteps` accumulates before
+    any of them or a `sharded_optimizer`.
   - States of `per_device` and `local_steps` keep their mean over devices.
   - Everything else is equal on all devices, and is only placed.
 
