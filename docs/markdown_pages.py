@@ -88,11 +88,13 @@ def _plain(text: str, folder: pathlib.Path) -> str:
   return re.sub(r"\{\w+\}(?=`)", "", text).strip() + "\n"
 
 
-def _printed(outputs) -> list[str]:
-  """Returns the texts of a cell's outputs."""
+def _printed(outputs, tags) -> list[str]:
+  """Returns the texts of a cell's outputs that its tags do not remove."""
   texts, streams = [], set()
   for output in outputs:
     if output.output_type == "stream":
+      if f"remove-{output.name}" in tags:
+        continue
       # `nb_merge_streams` puts all of a stream into its first output.
       texts += [] if output.name in streams else [output.text]
       streams.add(output.name)
@@ -113,7 +115,7 @@ def _executed(notebook: pathlib.Path, folder: pathlib.Path) -> str:
       continue
     if "remove-input" not in tags:
       parts.append(f"```python\n{cell.source}\n```\n")
-    text = "\n".join(filter(None, _printed(cell.outputs))).rstrip()
+    text = "\n".join(filter(None, _printed(cell.outputs, tags))).rstrip()
     if text:
       parts.append(f"```\n{text}\n```\n")
   return "\n".join(parts)

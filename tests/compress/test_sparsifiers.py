@@ -112,10 +112,10 @@ def test_the_density_is_the_one_wanted(kind, sequence):
 
 
 EVERYTHING = {
-  "micro": compress.MiCRO(1),
-  "top_k": compress.TopK(1),
-  "threshold": compress.Threshold(0, density=1),
-  "random_k": compress.RandomK(1),
+  "micro": compress.MiCRO(1.0),
+  "top_k": compress.TopK(1.0),
+  "threshold": compress.Threshold(0, density=1.0),
+  "random_k": compress.RandomK(1.0),
 }
 
 
@@ -284,7 +284,7 @@ def test_what_does_not_fit_follows_in_further_rounds(wire):
   [
     (compress.MiCRO(0.05, "paper", wire_dtype=jnp.float16), "mean"),
     (compress.MiCRO(0.05, "paper", wire_dtype=jnp.float16), "sum"),
-    (compress.Threshold(1e-9, density=1, wire_dtype=jnp.float16), "mean"),
+    (compress.Threshold(1e-9, density=1.0, wire_dtype=jnp.float16), "mean"),
   ],
   ids=str,
 )
@@ -367,7 +367,7 @@ def test_what_waits_adds_up_as_momentum_does():
   gradients[-1] += 1e3
   how: Any = dict(momentum=0.9, nesterov=True)
   updates, states = trained(
-    compress.Threshold(100, density=1), gradients, **how
+    compress.Threshold(100, density=1.0), gradients, **how
   )
   want = momentum_sgd(gradients, nesterov=True)
   assert not updates[:-1].any()
@@ -452,7 +452,7 @@ def test_numbers_of_the_last_step_are_told(name):
     "ExDyna": compress.ExDyna(DENSITY),
     "MiCRO": compress.MiCRO(DENSITY, capacity=20),
     "TopK": compress.TopK(DENSITY),
-    "Threshold": compress.Threshold(3.0, density=1),
+    "Threshold": compress.Threshold(3.0, density=1.0),
   }[name]
   tx = compress.all_reduce(compressor, "data")
   mesh, gradients = runners.mesh(2), laplace(2, 2)

@@ -237,7 +237,11 @@ REFUSED = [
   (without_compressors(seed=-1), ValueError, "`seed` -1"),
   # Models that do not fit.
   (init(compress.MiCRO(1e-4), 9_999), ValueError, "`density` 0.0001 9999"),
-  (init(compress.MiCRO(1), 3, devices=4), ValueError, "`params` 3 4 zen_sync"),
+  (
+    init(compress.MiCRO(1.0), 3, devices=4),
+    ValueError,
+    "`params` 3 4 zen_sync",
+  ),
   (init(compress.ExDyna(0.1), 32_767), ValueError, "`params` 32768 MiCRO"),
   (
     init(compress.ExDyna(0.1), 40_000, devices=1_025),

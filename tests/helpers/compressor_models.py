@@ -317,7 +317,7 @@ ROWS = {
     jnp.float16,
   ),
   "threshold": _by_each(
-    compress.Threshold(3.0, density=1), sparsifiers.threshold(3.0)
+    compress.Threshold(3.0, density=1.0), sparsifiers.threshold(3.0)
   ),
   "random_k": _by_each(compress.RandomK(0.05), sparsifiers.drawn),
   "micro": _partitioned(compress.MiCRO(0.05), sparsifiers.Even),

@@ -23,7 +23,7 @@ SYNCS: dict[str, Any] = {
   "zen_sync": lambda **how: zenjax.zen_sync("data", sparse=True, **how),
   "dense": lambda **how: zenjax.zen_sync("data", **how),
   "top_k": lambda **how: compress.all_reduce(
-    compress.TopK(1), "data", leaves=True, **how
+    compress.TopK(1.0), "data", leaves=True, **how
   ),
   "int4": lambda **how: compress.all_reduce(
     compress.LowBit(4, block=32), "data", leaves=True, **how

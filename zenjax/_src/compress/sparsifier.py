@@ -187,7 +187,8 @@ def check_density(value: Any) -> None:
     raise ValueError(
       f"`density` must be in (0, 1], got {value!r}. Give 0.01 for 1 %."
     )
-  if _MUCH <= value < 1:
+  # 1.0 may be meant, but the int 1 is more likely one percent.
+  if _MUCH <= value < 1 or isinstance(value, int):
     warnings.warn(
       f"`density` is {value:g}, so {value:.0%} of the model is sent in each"
       " step, which can take longer than a dense all-reduce. For"

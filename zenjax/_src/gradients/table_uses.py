@@ -110,7 +110,7 @@ class Tables:
       if i in self.traced.away:
         raise ValueError(
           f"`fun` must only look up rows of {name!r}, which is sharded, but"
-          f" {use}. Keep that table replicated, by `tables=` of"
+          f" {use}. Do not shard this table: leave it out of `tables=` of"
           f" `zenjax.tables.shard`. Or {_all_rows(self.traced.leaves[i])}."
         )
       raise ValueError(

@@ -78,11 +78,11 @@ def plan(
   - `"sharded"`: sharded by `zenjax.tables.shard` over the last axis, with a
     copy for every group of devices along the others.
 
-  Only forms that give the same training are offered. If `tx` changes rows
-  without a gradient, as Adam does, `"replicated"` and `"sharded-xla"` are left
-  out, and all other forms update touched rows only. If `tx` sums over all rows,
-  for example to clip by a norm, `"replicated-zero1"` and `"sharded"` are left
-  out. Use `clip_norm` instead.
+  All forms in a plan train alike. If `tx` changes rows without a gradient, as
+  Adam does, they update touched rows only, unlike plain JAX. `"replicated"` and
+  `"sharded-xla"` cannot do that, so they are left out. If `tx` sums over all
+  rows, for example to clip by a norm, `"replicated-zero1"` and `"sharded"` are
+  left out. Use `clip_norm` instead.
 
   Args:
     value_and_grad: `zenjax.value_and_grad(loss)`, or without `tx` also
@@ -110,10 +110,10 @@ def plan(
       sharded tables, rows that are looked up are rounded, too. A compressor,
       such as `zenjax.compress.ExDyna(0.01)` or its name `"ExDyna(0.01)"`, is
       for dense layers. With `tx`, a plan that compresses is for a step in
-      `zenjax.data_parallel`, in which no table is `"sharded-xla"`. With several
-      axes none is `"sharded"`, and with `clip_norm` neither `"sharded"` nor
-      `"replicated-zero1"`. The plan compresses only if the step is shorter by a
-      fifth all the same.
+      `zenjax.data_parallel`. There, tables cannot be `"sharded-xla"`, with
+      several axes they cannot be `"sharded"`, and with `clip_norm` they can be
+      neither `"sharded"` nor `"replicated-zero1"`. So the plan compresses only
+      if the step is a fifth shorter than without compression.
     local_seconds: What `zenjax.planner.measure_compressors` returned for the
       compressors that you allow, if you have the machine. By default, these
       times are predicted from the memory bandwidth of the topology.

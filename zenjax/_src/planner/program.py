@@ -146,7 +146,8 @@ def set_up(
   if sizes != plan.mesh:
     raise ValueError(
       f"`mesh` must have the axes of the plan, {dict(plan.mesh)}, got"
-      f" {dict(mesh.shape)}. Use such a mesh, or make a new plan."
+      f" {dict(mesh.shape)}. Use such a mesh, or make a plan for this one. To"
+      " try these forms on it, give the new plan `forms=`."
     )
   plans.require_version(plan)
   types = jax.eval_shape(params) if _makes(params) else params

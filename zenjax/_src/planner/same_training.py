@@ -83,9 +83,9 @@ def _of_table(
   }
   if mixing and not possible:
     raise ValueError(
-      "`tx` must update a row by that row alone, or by sums over all"
-      f" gradients, but for table {gradient.name!r} {mixing}. Give this table"
-      " another optimizer, such as `optax.adagrad`, with `optax.partition`."
+      "`tx` must update a row by that row alone, or by sums over all gradients."
+      f" For table {gradient.name!r}, {mixing}. Give this table another"
+      " optimizer, such as `optax.adagrad`, with `optax.partition`."
     )
   form = question.forms.get(gradient.name)
   forms = {form_of(way.scheme) for way in of_leaf}

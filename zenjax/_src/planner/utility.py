@@ -129,8 +129,8 @@ def utility(
 
   With `zenjax.value_and_grad`, matrices that are as tall as a table, but used
   whole, count as dense. With `jax.value_and_grad`, they count as tables, of
-  whose rows a step touches one percent. Give `leaves=` to `all_reduce` to have
-  it compress them, too. A plan does.
+  whose rows a step touches one percent. `all_reduce` compresses such matrices
+  only if you give it a plan, or choose them by `leaves=`.
 
   Gradients of tables are complete at the end of the backward pass. `pmean`
   waits for them, all other ways send their rows by `zen_sync`.

@@ -48,9 +48,9 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
   All processes have the same counts, so all of them make the same plan.
 
   Buffer sizes are not saved in checkpoints. After a restore, run some 20 steps
-  and call `tune` again. A change must save a tenth of what a step costs in
-  bytes, where a round costs 32 KiB besides its rows. So small buffers may stay
-  larger than they must be.
+  and call `tune` again. It changes buffers only if that saves a tenth of a
+  step's bytes. Each round counts as 32 KiB more than its rows, because it also
+  takes time. So small buffers may stay larger than they must be.
 
   `tune` keeps what you gave to `zen_sync` as `capacities` or `scheme`. Of a
   `plan` it keeps the schemes, but not the buffer sizes.
@@ -60,8 +60,8 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
       `TrainState`, or the state of an `nnx.Optimizer`. With sharded tables pass
       `(params, opt_state)`, because tables carry their buffer sizes.
     link: The connection between devices. If given, `tune` compares all
-      schemes by predicted time. Without it, it changes the scheme only to a
-      dense all-reduce, or between two devices.
+      schemes by predicted time. Without it, `tune` considers two other schemes:
+      a dense all-reduce, and `all_gather` if there are only two devices.
 
   Returns:
     The same tree with the new plan, or `tree` itself if no change would pay, or

@@ -164,7 +164,7 @@ def require(analysis: RowAnalysis, names: Sequence[str], argument: str) -> None:
   for table, refusal in analysis.refusals.items():
     raise ValueError(
       f"`{argument}` must update a row by that row alone, or by sums over all"
-      f" gradients, but for table {names[table]!r} {refusal}. {remedy}."
+      f" gradients. For table {names[table]!r}, {refusal}. {remedy}."
     )
 
 
@@ -224,10 +224,11 @@ def warn_of_decay(analysis: RowAnalysis, names: Sequence[str]) -> None:
   if tables:
     warnings.warn(
       "Weight decay, or whatever moves rows without a gradient, acts only on"
-      f" the rows of {tables} that a step touches. If you do not want that,"
-      " exclude these tables by `mask=` of the optimizer or `optax.masked`. To"
-      " train as without zenjax, use your optimizer behind `zen_sync(..,"
-      ' output="dense")`, without `lazy_rows` or `sharded_optimizer`.',
+      f" the rows of {tables} that a step touches. To have none in these"
+      " tables, exclude them by `mask=` of the optimizer or `optax.masked`. To"
+      " have it in all rows, as without zenjax, use your optimizer behind"
+      ' `zen_sync(.., output="dense")`. `lazy_rows`, `sharded_optimizer` and'
+      " `planner.set_up` cannot do that.",
       stacklevel=2,
     )
 

@@ -394,7 +394,7 @@ class _Facts(jaxprs.Pairwise):
       _require_uniform(name, eqn, twin)
       return Fact(idle=idle)
     if len(tables) > 1:
-      raise _Mixes(f"it mixes rows of two tables, by {name}")
+      raise _Mixes(f"{name} mixes rows of two tables")
     (table,) = tables
     if name in _ELEMENTWISE:
       return Fact(table, idle)
@@ -404,12 +404,11 @@ class _Facts(jaxprs.Pairwise):
       if any(_is_number(f.idle) and f.idle == neutral for f in reads):
         return Fact(sums=self.place(eqn))
       raise _Mixes(
-        "it needs state or parameters of rows that a step does not touch, by"
-        f" {name}"
+        f"{name} needs state or parameters of rows that a step does not touch"
       )
     if len(dims) == 1 and self._keeps(name, eqn, twin, dims[0], table):
       return Fact(table, idle)
-    raise _Mixes(f"it mixes rows, by {name}")
+    raise _Mixes(f"{name} mixes rows")
 
   def _keeps(self, name, eqn, twin, dim, table) -> bool:
     """Returns True if rows are in order in dimension `dim` of the result."""
@@ -455,7 +454,7 @@ def _require_uniform(name: str, eqn: Any, twin: Any) -> None:
       return
   if name.startswith(("random_", "threefry", "rng_")):
     raise _Mixes("it draws random numbers for every row")
-  raise _Mixes(f"it depends on the number of rows, by {name}")
+  raise _Mixes(f"{name} depends on the number of rows")
 
 
 # --- the value at a row without a gradient ---

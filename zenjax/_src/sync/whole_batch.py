@@ -260,10 +260,11 @@ def _require_unreduced(by: str, name: str, leaf: jax.Array, axes: Axes) -> None:
     raise ValueError(
       f"`updates` of {by} must be unreduced outside of shard_map, but leaf"
       f" {name!r} is not: XLA has summed it over {axes!r}, or the batch is not"
-      " split. Wrap the step in `zenjax.data_parallel`. Or, if the axes are"
-      " explicit (`jax.make_mesh`) and it isn't a bias, split the batch by"
+      " split. Wrap the step in `zenjax.data_parallel`. Or make a mesh with"
+      " explicit axes (`jax.make_mesh`), split the batch by"
       f" `jax.device_put(batch, jax.P({axes!r}))`, and take gradients of"
-      f" `zenjax.unreduced(params, {axes!r})`."
+      f" `zenjax.unreduced(params, {axes!r})`. That does not help for biases,"
+      " which XLA always sums: leave them out of `leaves=`."
     )
   _require_axes(name, leaf, axes)
   over = [axis for axis in compat.explicit_spec(leaf) if axis is not None]

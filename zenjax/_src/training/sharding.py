@@ -157,7 +157,7 @@ def _sharded_state(
 
 
 def unshard(tree: Any) -> Any:
-  """Undoes `shard`: tables become arrays, in the order of their rows.
+  """Undoes `shard`: tables become arrays, in the order of ids.
 
   Use it to hand tables to code that knows nothing of zenjax. Each array is
   split by ranges of rows over the same axes, so no device has all of a table.
