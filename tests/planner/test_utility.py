@@ -120,10 +120,18 @@ def test_one_device_and_fast_links_need_no_compressor():
   alone = dense(params)(topology=network(1), compute_seconds=0.1)
   assert alone.best.name == "pmean"
   assert alone.ways[0].seconds == 0.1 and alone.ways[0].wire_bytes == 0
-  fast = dense(params)(
+  assert alone.needed_ratio == 0
+  fast = dense(params * 2)(
     topology=Topology.preset("h100", 8), compute_seconds=0.01
   )
   assert fast.best.name == "pmean" and fast.needed_ratio < 1
+
+
+def test_a_single_all_reduce_is_never_hidden():
+  found = dense([shape(512, 512)] * 4)(topology=network(4), compute_seconds=1.0)
+  plain, bfloat16 = found.ways[:2]
+  assert plain.seconds > bfloat16.seconds > found.compute_seconds
+  assert math.isinf(found.needed_ratio) and "one all-reduce" in str(found)
 
 
 # Seconds on V100s, from the paper: the backward pass for 64 images, and the
@@ -209,12 +217,12 @@ def test_arguments_are_checked(options, error, words):
 
 
 def test_prints_a_table():
-  found = dense([shape(2048, 2048)])(
+  found = dense([shape(2048, 2048)] * 2)(
     topology=Topology.network("1 Gbit/s", 4), compute_seconds=0.01
   )
   lines = str(found).splitlines()
   assert lines[0].startswith("a step on 1 Gbit/s")
-  assert lines[2].split()[:3] == ["pmean", "211", "+0%"]
+  assert lines[2].split()[:3] == ["pmean", "413", "+0%"]
   assert "times fewer bytes" in lines[-1]
 
 

@@ -235,9 +235,12 @@ def _with_optimizer(
   names = [gradient.name for gradient in question.gradients]
   given = [name for name, _ in leaf_util.named_leaves(args[0])]
   if names != given:
+    missing = [name for name in given if name not in names]
     raise ValueError(
       "`value_and_grad` must return gradients of its first argument, which `tx`"
-      f" updates, but it returns gradients of {names} for {given}."
+      f" updates, but it returns none of {missing}, only of {names}. Make them"
+      " another argument. For a module of Flax nnx, write `graph, params, rest"
+      " = nnx.split(net, nnx.Param, ...)`, and merge these in the loss."
     )
   tables = [g.name for g in question.gradients if g.look_ups is not None]
   if not tables and not question.compressors:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import math
 import os
 from typing import Any
 
@@ -59,8 +60,9 @@ class Utility:
   Attributes:
     ways: All ways, `pmean` first; compressors only if a leaf is large enough.
     needed_ratio: How many times fewer bytes plain all-reduces would need, so
-      that the backward pass hides them. Compressors start after it, so they
-      gain from fewer bytes still.
+      that the backward pass hides them. Infinite if one all-reduce, at the end
+      of the backward pass, takes all dense gradients. Compressors start after
+      it, so they gain from fewer bytes still.
     compute_seconds: Time of a step without any exchange.
     machine: Name of the topology.
 
@@ -92,7 +94,11 @@ class Utility:
       for x in self.ways
     ]
     hidden = "plain all-reduces finish during the backward pass"
-    if self.needed_ratio > 1:
+    if math.isinf(self.needed_ratio):
+      hidden = (
+        "one all-reduce takes all dense gradients after the backward pass"
+      )
+    elif self.needed_ratio > 1:
       ratio = f"{self.needed_ratio:.3g}"
       hidden = f"{hidden} if dense gradients have {ratio} times fewer bytes"
     return "\n".join(
@@ -259,6 +265,9 @@ class _Model:
 
   def needed_ratio(self) -> float:
     """How many times fewer bytes the backward pass could hide."""
+    is_alone = self.question.topology.devices == 1
+    if len(self._buckets(self.dense)) == 1 and not is_alone:
+      return math.inf
     wire = timeline.all_reduced(self.cost, _bytes(self.dense))
     return (wire.seconds - wire.once_s) / self.backward_s
 
@@ -269,9 +278,14 @@ class _Model:
     part: float = 1.0,
   ) -> float:
     """A step in which a `part` of gradients is summed during backward."""
-    sizes = [(x.ready, part * x.dense_bytes) for x in gradients]
-    parts = [*timeline.buckets(self.cost, sizes), *others]
+    parts = [*self._buckets(gradients, part), *others]
     return timeline.seconds(parts, self.compute_s, self.backward_s)
+
+  def _buckets(
+    self, gradients: Sequence[Gradient], part: float = 1.0
+  ) -> list[Part]:
+    sizes = [(x.ready, part * x.dense_bytes) for x in gradients]
+    return timeline.buckets(self.cost, sizes)
 
 
 def _bytes(gradients: Sequence[Gradient]) -> float:

@@ -683,9 +683,9 @@ def sharded_optimizer(
   the optimizer's state of tables by the number of devices, as ZeRO does, and
   always for tables that `zenjax.tables.shard` has sharded. The device that sums
   a row's gradient, its *owner*, also updates the row. Each of `n` devices sends
-  as many bytes as with the chain, does 1/n of the optimizer's work and holds
-  1/n of its state. Results equal the chain's. Leaves that are not tables are
-  all-reduced and updated by `tx` on every device.
+  as many bytes as with the chain (with `clip_norm` more), does 1/n of the
+  optimizer's work and holds 1/n of its state. Results equal the chain's. Leaves
+  that are not tables are all-reduced and updated by `tx` on every device.
 
   Rows that no device touched keep state and parameters, as in `lazy_rows`.
   Apply updates with `optax.apply_updates`. The update of a sharded table holds
