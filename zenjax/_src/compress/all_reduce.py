@@ -75,9 +75,11 @@ def all_reduce(
   With error feedback, each device keeps what it could not send, and adds it to
   its next gradient. A device that adds up for others keeps the rounding errors
   of its sums in the same way. So everything arrives, some of it in later steps.
-  A NaN arrives as NaN, with most
-  compressors together with its block or matrix, and leaves no trace in what is
-  kept. A sparsifier may send it some steps later.
+
+  A NaN arrives as NaN: if a compressor has blocks with scales, in its whole
+  block, with `PowerSGD` in the whole matrix, and with `RandomK` in the place of
+  some other number. It leaves no trace in what is kept. A sparsifier may send
+  it some steps later.
 
   Args:
     compressor: For example `zenjax.compress.LowBit(bits=8)`. Or a plan of
@@ -353,7 +355,8 @@ def _split(tree: Any, options: Options) -> tuple[Any, Any]:
     if wanted and is_rows(leaf):
       raise TypeError(
         f"`leaves` chose leaf {name!r}, which is SparseRows. Leave it out, and"
-        " `zen_sync` sends its rows."
+        " `zen_sync` sends its rows. With `momentum`, take gradients with"
+        " `jax.value_and_grad`."
       )
   both = list(zip(leaves, chosen))
   gap = optax.MaskedNode()

@@ -37,13 +37,14 @@ def size_in_init(axes: Axes, by: str) -> int:
     return size(axes)
   except NameError as error:
     axis_name = axes[0] if len(axes) == 1 else axes
+    in_pmap = f" For `pmap`, call `jax.pmap(tx.init, axis_name={axis_name!r})`."
     raise ValueError(
       f"`{by}` keeps a part of the state on each device, and `tx.init(params)`"
       " doesn't know the devices. Call `opt_state = zenjax.init_state(tx,"
-      f" params, mesh, {axis_name!r})`, on a mesh with this axis. For `pmap`,"
-      f" call `jax.pmap(tx.init, axis_name={axis_name!r})`. In place of"
-      " `TrainState.create`, write `TrainState(step=0, apply_fn=model.apply,"
-      " params=params, tx=tx, opt_state=opt_state)`. In place of"
+      f" params, mesh, {axis_name!r})`, on a mesh with this axis."
+      f"{in_pmap if len(axes) == 1 else ''} In place of `TrainState.create`,"
+      " write `TrainState(step=0, apply_fn=model.apply, params=params, tx=tx,"
+      " opt_state=opt_state)`. In place of"
       " `nnx.Optimizer`, take `params = nnx.state(model, nnx.Param)`, and write"
       " new ones by `nnx.update`."
     ) from error

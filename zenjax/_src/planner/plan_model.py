@@ -370,10 +370,10 @@ def _of_tables(
   fitting, fastest = choose(limit - rest), choose(math.inf)
   if fastest is None:
     raise ValueError(
-      "`forms` cannot be combined in one program, got"
-      f" {dict(question.forms)}, because updates depend on a sum over all"
-      " gradients, such as a norm. Demand one form for all tables that are not"
-      " 'replicated'."
+      f"`forms` cannot be met in one program, got {dict(question.forms)}. If"
+      " updates depend on a sum over all gradients, such as a norm, all tables"
+      " that are not 'replicated' need the same form. Demand one that each of"
+      " them can have, such as 'replicated-sparse'."
     )
   if fitting is None:
     least = sum(min(x.memory for x in ways.values()) for ways in allowed)

@@ -194,8 +194,8 @@ class SparseRows(NoArray):
   def __init__(self, indices: Any, values: Any, num_rows: int):
     if not 0 <= num_rows < 2**31 - 1:
       raise ValueError(
-        f"`num_rows` must be from 0 to 2**31 - 2, got {num_rows!r}. Split the"
-        " table."
+        f"`num_rows` must be from 0 to 2**31 - 2, got {num_rows!r}. Split a"
+        " larger table into parameters of fewer than 2**30 rows each."
       )
     ids = narrowed(indices, num_rows, "`indices` of SparseRows")
     values = jnp.asarray(values)

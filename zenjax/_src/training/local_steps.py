@@ -81,8 +81,10 @@ class LocalSteps:
     for name, leaf in leaf_util.named_leaves(batches):
       if np.shape(leaf)[:1] != (self.every,):
         remedy = (
-          "Split a device's examples in your step:"
-          f" `x.reshape({self.every}, -1, *x.shape[1:])`"
+          f"Split a device's examples in your step, of which {self.every} must"
+          f" divide the number: `x.reshape({self.every}, -1, *x.shape[1:])`."
+          " Repeat an array that all steps share:"
+          f" `jnp.stack([x] * {self.every})`"
         )
         if not np.shape(leaf):
           remedy = (
