@@ -133,5 +133,5 @@ def reason(ways: Ways, chosen: Way, words: Callable[[Way], str]) -> str:
   if ratio >= 1:
     return text
   if ways[chosen].exchange != DENSE:
-    return f"{text} by itself, but not in one exchange with the others"
-  return f"{text} by itself"
+    return f"{text} if sent alone, but not if sent with other tables"
+  return f"{text} if sent alone"

@@ -494,7 +494,7 @@ def _reason(
   part = ways[fastest].seconds / max(ways[way].seconds, 1e-12)
   if fastest != way and part < 1:
     reason = f"{words(fastest)} takes {part:.3g}x as long, but too much memory"
-  if way == PMEAN and reason.endswith("by itself"):
+  if way == PMEAN and reason.endswith("if sent alone"):
     reason += ", but the whole step would gain too little"
   if reason and gradient.is_table and gradient.name not in question.profiles:
     reason += ", densities assumed"

@@ -95,8 +95,9 @@ def _of_table(
     XLA: f"its shape {gradient.shape} must have two dimensions and a number of"
     f" rows that {question.topology.devices} devices divide",
     ZERO1: "this form needs a topology with one level",
-    SHARDED: "the table does not have two dimensions, or there is only one"
-    " device",
+    SHARDED: "the plan is for only one device"
+    if question.topology.devices == 1
+    else "the table does not have two dimensions",
   }
   raise ValueError(
     f"`forms[{gradient.name!r}]` cannot be {form!r}, because"
