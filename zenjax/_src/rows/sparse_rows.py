@@ -18,12 +18,11 @@ from zenjax.kernels.reference import row_mask
 
 # Part of the errors of programs that compute with SparseRows as with arrays.
 _CURES = (
-  "move optax transformations that are in front of zen_sync behind it. Put all"
-  " that are behind it inside zenjax.lazy_rows, where Adam and decay act on"
-  " looked-up rows only, or write zen_sync(.., output='dense'); for sharded"
-  " tables use zenjax.sharded_optimizer(tx, axis_name), which clips with"
-  " clip_norm=; add"
-  " SparseRows with `+`, and take norms with zenjax.global_norm"
+  "take norms with zenjax.global_norm, and add SparseRows with `+`. Move optax"
+  " transformations that are in front of zen_sync behind it. Put all that are"
+  " behind it inside zenjax.lazy_rows, where Adam and decay act on looked-up"
+  " rows only, or write zen_sync(.., output='dense'); for sharded tables use"
+  " zenjax.sharded_optimizer(tx, axis_name), which clips with clip_norm="
 )
 
 # Row ids are in an array that refuses arithmetic.

@@ -111,10 +111,10 @@ def from_checkpoint(
     axis_name: The axis or axes that you give to `zen_sync`, or the axis that
       rows of sharded tables are distributed over.
     replicas: Further axes along which sharded tables have copies.
-    like: A state of `zenjax.init_state` for `mesh`. You need it if sharded
-      tables have another `hash_seed` than the state was made with, or if
-      gradients that `MultiSteps` accumulates are all that differs between
-      devices, because then only their shapes tell the number of devices.
+    like: A state of `zenjax.init_state` for `mesh`. You need it in two cases:
+      if sharded tables have another `hash_seed` now than when the state was
+      made, and if nothing differs between devices except for gradients that
+      `MultiSteps` accumulates.
     donate: Whether the sharded tables of `saved` are used up, one array after
       the other, so that both forms of only one array exist at a time.
 
