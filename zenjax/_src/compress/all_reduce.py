@@ -98,10 +98,10 @@ def all_reduce(
     error_feedback: Whether devices keep their errors and send them later, in
       float32. By default the compressor says so.
     momentum: The factor of a momentum that each device applies before the
-      compressor, in [0, 1). With sparsifiers it matters: what waits on a device
-      then moves parameters as if it had been sent at once. Where a sparsifier
+      compressor, in [0, 1), as in Deep Gradient Compression. Where a sparsifier
       has sent a number, its momentum starts again. All other arrays get the
-      same momentum, so follow it with a plain `optax.sgd`.
+      same momentum, so follow it with a plain `optax.sgd`. Compare losses with
+      `optax.sgd(.., momentum=..)` behind `all_reduce`, which may learn more.
     nesterov: Whether to use Nesterov momentum.
     dense_steps: The number of first steps that average whole gradients, as
       gradients change the most in the beginning.

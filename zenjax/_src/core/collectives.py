@@ -46,7 +46,7 @@ def size_in_init(axes: Axes, by: str) -> int:
       " write `TrainState(step=0, apply_fn=model.apply, params=params, tx=tx,"
       " opt_state=opt_state)`. In place of"
       " `nnx.Optimizer`, take `params = nnx.state(model, nnx.Param)`, and write"
-      " new ones by `nnx.update`."
+      " them back with `nnx.update(model, params)`."
     ) from error
 
 

@@ -63,10 +63,9 @@ def plan(
   """Chooses how to hold each table, and how to synchronize each gradient.
 
   Use it before you have the machine. Your program is only traced, so shapes
-  (`jax.ShapeDtypeStruct`) are enough. The plan is the one with the shortest
-  predicted step, but `pmean` is left only for a gain of a fifth, because
-  predictions have errors. The plan says that there is no difference if its gain
-  may be such an error.
+  (`jax.ShapeDtypeStruct`) are enough. The plan has the shortest predicted step.
+  Because predictions have errors, it replaces `pmean` only if a step then gets
+  a fifth shorter.
 
   With your optimizer as `tx`, the plan also chooses the form of each table that
   the loss uses only by lookups:
@@ -125,7 +124,7 @@ def plan(
       topology's memory.
     forms: With `tx`, forms that you demand, by parameter name.
     clip_norm: With `tx`, a norm to which all gradients together are clipped
-      before it. All tables that are not `"replicated"` then have one form.
+      before it. All tables that are not `"replicated"` then have the same form.
 
   Returns:
     The plan. Print it, and follow it with `zenjax.planner.set_up` or, without

@@ -164,7 +164,8 @@ def require(analysis: RowAnalysis, names: Sequence[str], argument: str) -> None:
   for table, refusal in analysis.refusals.items():
     raise ValueError(
       f"`{argument}` must update a row by that row alone, or by sums over all"
-      f" gradients. For table {names[table]!r}, {refusal}. {remedy}."
+      f" gradients, such as a norm. For table {names[table]!r}, {refusal}."
+      f" {remedy}."
     )
 
 

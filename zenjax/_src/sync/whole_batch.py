@@ -264,7 +264,7 @@ def _require_unreduced(by: str, name: str, leaf: jax.Array, axes: Axes) -> None:
       " explicit axes (`jax.make_mesh`), split the batch by"
       f" `jax.device_put(batch, jax.P({axes!r}))`, and take gradients of"
       f" `zenjax.unreduced(params, {axes!r})`. That does not help for biases,"
-      " which XLA always sums: leave them out of `leaves=`."
+      " which XLA always sums: if you pass `leaves=`, leave them out."
     )
   _require_axes(name, leaf, axes)
   over = [axis for axis in compat.explicit_spec(leaf) if axis is not None]
