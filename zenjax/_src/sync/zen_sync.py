@@ -112,7 +112,8 @@ def zen_sync(
       with NaN or Inf arrives as NaN.
     capacities: Buffer sizes `(push, pull)` in rows for all leaves, or a mapping
       from leaf name: rows that one device sends to one owner in a round, and
-      rows that one owner returns. Rows that overflow follow in further rounds.
+      rows that one owner returns, at least as many. Rows that overflow follow
+      in further rounds.
       `zenjax.tune` finds the sizes for you.
     plan: What `zenjax.planner.plan` chose for every leaf, instead of `sparse`,
       `scheme`, `unit`, `partition`, `wire_dtype` and `capacities`.
