@@ -48,9 +48,9 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
   All processes have the same counts, so all of them make the same plan.
 
   Buffer sizes are not saved in checkpoints. After a restore, run some 20 steps
-  and call `tune` again. It changes buffers only if that saves a tenth of a
-  step's bytes. Each round counts as 32 KiB more than its rows, because it also
-  takes time. So small buffers may stay larger than they must be.
+  and call `tune` again. It changes buffers only if that saves a tenth of what a
+  step costs: its bytes, and 32 KiB for the time of each round. So small tables
+  may go on with padding, or with a second round in some steps.
 
   `tune` keeps what you gave to `zen_sync` as `capacities` or `scheme`. Of a
   `plan` it keeps the schemes, but not the buffer sizes.
