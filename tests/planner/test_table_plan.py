@@ -1,5 +1,6 @@
 """Plans with an optimizer: the choice of forms, and programs set up by it."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -316,6 +317,32 @@ def test_a_plan_that_compresses():
   )
   assert held(made) == held(plain) + 4 * 32 * 1024
   assert plan(of=WIDE, allow="lossless") == plain
+
+
+def test_a_plan_that_compresses_on_fewer_devices():
+  """A new plan could have another number of parts, and so another state."""
+  slow = optax.adagrad(1e-3)
+  made = plan(slow, of=WIDE, allow=["LowBit(8)"])
+
+  def losses_on(*devices):
+    before: Any = None
+    losses = []
+    for n in devices:
+      mesh, axes = mesh_of(n)
+      same = dataclasses.replace(made, mesh=tuple(mesh.shape.items()))
+      program = set_up(same, wide_params, slow, mesh)
+      run = zenjax.data_parallel(step_of(program, wide_loss), mesh, axes)
+      state: Any = program.params, program.opt_state
+      if before is not None:
+        saved = zenjax.to_checkpoint(before)
+        state = zenjax.from_checkpoint(saved, mesh, axes, like=state)
+      before, loss = jax.jit(run)(state, *next(batches(mesh, axes)))
+      losses.append(float(loss))
+    return losses
+
+  stayed = losses_on(N, N, N)
+  assert stayed[-1] < stayed[0]
+  np.testing.assert_allclose(losses_on(N, N // 2, 1), stayed, rtol=1e-3)
 
 
 @pytest.mark.parametrize(

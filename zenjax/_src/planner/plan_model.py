@@ -111,8 +111,8 @@ def plan(
       for dense layers. With `tx`, a plan that compresses is for a step in
       `zenjax.data_parallel`. There, tables cannot be `"sharded-xla"`, with
       several axes they cannot be `"sharded"`, and with `clip_norm` they can be
-      neither `"sharded"` nor `"replicated-zero1"`. So the plan compresses only
-      if the step is a fifth shorter than without compression.
+      neither `"sharded"` nor `"replicated-zero1"`. The plan compresses only if
+      the step is a fifth shorter than without compression.
     local_seconds: What `zenjax.planner.measure_compressors` returned for the
       compressors that you allow, if you have the machine. By default, these
       times are predicted from the memory bandwidth of the topology.

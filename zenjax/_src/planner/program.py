@@ -144,12 +144,11 @@ def set_up(
   leaf_util.refuse_sharded(params, "params", "set_up", _UNSHARDED)
   sizes = tuple((axis, mesh.shape.get(axis, 0)) for axis, _ in plan.mesh)
   if sizes != plan.mesh:
-    tables = [leaf for leaf in plan.leaves if leaf.look_ups is not None]
-    forms = {leaf.name: leaf.form for leaf in tables}
     raise ValueError(
       f"`mesh` must have the axes of the plan, {dict(plan.mesh)}, got"
-      f" {dict(mesh.shape)}. Use such a mesh, or make a plan for this one,"
-      f" which has the same forms if you give it `forms={forms}`."
+      f" {dict(mesh.shape)}. Use such a mesh, or make a plan for this one. To"
+      " keep the choices of this plan, give `dataclasses.replace(plan,"
+      " mesh=tuple(mesh.shape.items()))`."
     )
   plans.require_version(plan)
   types = jax.eval_shape(params) if _makes(params) else params

@@ -62,7 +62,7 @@ class Utility:
     needed_ratio: How many times fewer bytes plain all-reduces would need, so
       that the backward pass hides them. Infinite if one all-reduce, at the end
       of the backward pass, takes all dense gradients. Compressors start after
-      it, so they gain from fewer bytes still.
+      the backward pass, so fewer bytes make them faster in any case.
     compute_seconds: Time of a step without any exchange.
     machine: Name of the topology.
 
