@@ -320,7 +320,7 @@ def require(state: Any, *others: Any) -> list[ZenSyncState]:
     raise ValueError(
       "`state` must hold a state of `zen_sync`, `sharded_optimizer` or"
       f" `compress.all_reduce`, got {type(state).__name__}. A plan that sends"
-      " nothing by rows has none. With nnx, pass the optimizer itself, because"
+      " nothing by rows has none. With nnx, pass `optimizer.opt_state`, because"
       " `nnx.state` forgets types."
     )
   return find(state)
