@@ -225,7 +225,7 @@ class Threshold(_OwnSelection):
     >>> import jax.numpy as jnp
     >>> import zenjax
     >>> tx = zenjax.compress.all_reduce(
-    ...   zenjax.compress.Threshold(2.0, density=1), "data", leaves=True
+    ...   zenjax.compress.Threshold(2.0, density=1.0), "data", leaves=True
     ... )
     >>> grads = jnp.array([[1.0, -5.0, 2.0, 0.0], [1.0, 1.0, 3.0, 0.0]])
     >>> def step(g):
