@@ -214,6 +214,7 @@ REFUSED = [
   (lambda: compress.RandomK(float("nan")), ValueError, "`density` nan"),
   (lambda: compress.Threshold(1, _any("1%")), TypeError, "`density` '1%'"),
   (lambda: compress.ExDyna(0.5), UserWarning, "`density` 0.005"),
+  (lambda: compress.TopK(1), UserWarning, "`density` 1 % 0.01"),
   (lambda: compress.TopK(0.1, _any("sort")), ValueError, "`method` 'sampled'"),
   (lambda: compress.MiCRO(0.1, _any("pid")), ValueError, "`controller` 'pid'"),
   (lambda: compress.ExDyna(0.1, capacity=0), ValueError, "`capacity` 0"),
